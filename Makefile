@@ -1,0 +1,55 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Constraints keep torch at the tested version; see constraints.txt.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# A data directory beside the checkout is used unless the caller names another one.
+ifndef SUBLAPLACE_DATA
+ifneq ($(wildcard ../shared/data),)
+export SUBLAPLACE_DATA := $(abspath ../shared/data)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two pip runs must not write to one environment at a time.
+.NOTPARALLEL:
+.PHONY: help venv demo test format bench clean distclean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.stamp-test  ## create the virtual environment with everything the tests need
+
+demo: $(VENV)/.stamp-demo  ## run the short demonstration
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.stamp-experiments  ## run the benchmarks
+	$(BIN)/python benchmarks/run.py
+
+clean:  ## remove caches and build products
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the virtual environment as well
+	rm -rf $(VENV)
+
+$(VENV)/.stamp-created:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# One stamp an extra: reinstalled only when the requirements change.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(VENV)/.stamp-created
+	$(INSTALL) -e '.[$*]'
+	@touch $@

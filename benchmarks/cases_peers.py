@@ -1,0 +1,230 @@
+"""The peers' side of the benchmark: laplace-torch with its backends, curvlinops alone, and the authors' way.
+
+"Authors" is a re-write of the whole-batch procedure of the paper's code, not that code (which needs CUDA): the
+Jacobian of a batch by one ``torch.func.jacrev`` with respect to a flat parameter vector, everything else dense.
+Each batch size is the fastest of those that ``sweep_batch_sizes.py`` tries, so a peer is shown at its best.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from curvlinops import FisherType, KFACLinearOperator, KFACType
+from laplace import Laplace
+from laplace.baselaplace import ParametricLaplace
+from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsGGN
+from laplace.utils.matrix import KronDecomposed
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+
+from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSPACE_DIMENSION, Setup
+
+BACKENDS: dict[str, type[CurvatureInterface]] = {
+    "curvlinops": CurvlinopsGGN,
+    "asdl": AsdlGGN,
+    "backpack": BackPackGGN,
+}
+
+BATCH_SIZES: dict[str, int] = {
+    "laplace-torch/curvlinops/kfac-fit": 50,
+    "laplace-torch/curvlinops/diagonal-fit": 5,
+    "laplace-torch/curvlinops/kfac-prediction": 5,
+    "laplace-torch/asdl/kfac-fit": 50,
+    "laplace-torch/asdl/diagonal-fit": 50,
+    "laplace-torch/asdl/kfac-prediction": 5,
+    "laplace-torch/backpack/kfac-fit": 50,
+    "laplace-torch/backpack/diagonal-fit": 50,
+    "laplace-torch/backpack/kfac-prediction": 50,
+    "curvlinops/kfac-factors": 50,
+    "authors/projector-and-posterior": 5,
+    "authors/projector-and-posterior-with-kfac": 5,
+    "authors/subspace-prediction": 5,
+}
+
+
+def cases(batch_sizes: Mapping[str, int]) -> dict[str, Setup]:
+    """Every case of the peers, at the given batch sizes."""
+    factories: dict[str, Callable[[int], Setup]] = {
+        "curvlinops/kfac-factors": curvlinops_factors,
+        "authors/projector-and-posterior": authors_subspace,
+        "authors/projector-and-posterior-with-kfac": authors_subspace_with_kfac,
+        "authors/subspace-prediction": authors_prediction,
+    }
+    for name, backend in BACKENDS.items():
+        factories[f"laplace-torch/{name}/kfac-fit"] = laplace_fit(backend, "kron")
+        factories[f"laplace-torch/{name}/diagonal-fit"] = laplace_fit(backend, "diag")
+        factories[f"laplace-torch/{name}/kfac-prediction"] = laplace_prediction(backend)
+    return {name: factory(batch_sizes[name]) for name, factory in sorted(factories.items())}
+
+
+def laplace_fit(backend: type[CurvatureInterface], structure: str) -> Callable[[int], Setup]:
+    """Fit laplace-torch's posterior over all weights."""
+
+    def factory(batch_size: int) -> Setup:
+        def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+            loader = DataLoader(TensorDataset(inputs, targets), batch_size)
+            posterior = _laplace(network, backend, structure)
+            return lambda: posterior.fit(loader)
+
+        return setup
+
+    return factory
+
+
+def laplace_prediction(backend: type[CurvatureInterface]) -> Callable[[int], Setup]:
+    """Linearised prediction (probit) of laplace-torch's KFAC posterior, which is fitted untimed."""
+
+    def factory(batch_size: int) -> Setup:
+        def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+            posterior = _fitted_kfac(network, backend, inputs, targets)
+            return lambda: torch.cat(
+                [posterior(batch, pred_type="glm", link_approx="probit") for batch in inputs.split(batch_size)]
+            )
+
+        return setup
+
+    return factory
+
+
+def curvlinops_factors(batch_size: int) -> Setup:
+    """The Kronecker factors alone, without laplace-torch around them and without eigendecompositions."""
+
+    def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+        batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+
+        def run() -> None:
+            KFACLinearOperator(
+                network,
+                nn.CrossEntropyLoss(reduction="sum"),
+                list(network.parameters()),
+                batches,
+                fisher_type=FisherType.TYPE2,
+                kfac_approx=KFACType.EXPAND,
+                separate_weight_and_bias=True,
+                check_deterministic=False,
+                num_data=len(inputs),
+                num_per_example_loss_terms=1,
+            ).compute_kronecker_factors()
+
+        return run
+
+    return setup
+
+
+def authors_subspace(batch_size: int) -> Setup:
+    """P = Ψ J_X′ᵀ U_s from NUM_SUBSPACE_INPUTS inputs and PᵀΛP over all inputs, Ψ (KFAC) given."""
+
+    def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+        precision = _fitted_kfac(network, CurvlinopsGGN, inputs, targets).posterior_precision
+
+        def run() -> tuple[Tensor, Tensor]:
+            projection = _projection(network, inputs[:NUM_SUBSPACE_INPUTS], precision, batch_size)
+            return projection, _reduced_precision(network, inputs, projection, batch_size)
+
+        return run
+
+    return setup
+
+
+def authors_subspace_with_kfac(batch_size: int) -> Setup:
+    """The same with the time of Ψ: laplace-torch's KFAC of all inputs, curvlinops backend."""
+
+    def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+        loader = DataLoader(TensorDataset(inputs, targets), BATCH_SIZES["laplace-torch/curvlinops/kfac-fit"])
+        posterior = _laplace(network, CurvlinopsGGN, "kron")
+
+        def run() -> tuple[Tensor, Tensor]:
+            posterior.fit(loader)
+            precision = posterior.posterior_precision
+            projection = _projection(network, inputs[:NUM_SUBSPACE_INPUTS], precision, batch_size)
+            return projection, _reduced_precision(network, inputs, projection, batch_size)
+
+        return run
+
+    return setup
+
+
+def authors_prediction(batch_size: int) -> Setup:
+    """Probit prediction in the subspace of dimension SUBSPACE_DIMENSION; P and PᵀΛP are given."""
+
+    def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+        precision = _fitted_kfac(network, CurvlinopsGGN, inputs, targets).posterior_precision
+        projection = _projection(network, inputs[:NUM_SUBSPACE_INPUTS], precision, batch_size)
+        projection = torch.linalg.qr(projection).Q
+        reduced = _reduced_precision(network, inputs[:NUM_FIT_INPUTS], projection, batch_size)
+        root = torch.linalg.cholesky(reduced)
+
+        @torch.no_grad()
+        def predict(batch: Tensor) -> Tensor:
+            outputs = network(batch)
+            columns = torch.linalg.solve_triangular(root, (_jacobian(network, batch) @ projection).T, upper=False)
+            variances = columns.square().sum(0).view_as(outputs)
+            return torch.softmax(outputs / torch.sqrt(1 + torch.pi / 8 * variances), dim=1)
+
+        return lambda: torch.cat([predict(batch) for batch in inputs.split(batch_size)])
+
+    return setup
+
+
+def _laplace(network: nn.Module, backend: type[CurvatureInterface], structure: str) -> ParametricLaplace:
+    # laplace-torch warns at every asdl prediction that it falls back to torch.func: the tables say so once.
+    warnings.filterwarnings("ignore", message="ASDL backend is used")
+    return Laplace(
+        network,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        prior_precision=PRIOR_PRECISION,
+        backend=backend,
+    )
+
+
+def _fitted_kfac(
+    network: nn.Module, backend: type[CurvatureInterface], inputs: Tensor, targets: Tensor, batch_size: int = 10
+) -> ParametricLaplace:
+    dataset = TensorDataset(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS])
+    posterior = _laplace(network, backend, "kron")
+    posterior.fit(DataLoader(dataset, batch_size))
+    return posterior
+
+
+def _jacobian(network: nn.Module, inputs: Tensor) -> Tensor:
+    """J of the whole batch (nC, p), by one reverse pass for all of its outputs with respect to flat parameters."""
+    parameters = dict(network.named_parameters())
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+    sizes = [parameter.numel() for parameter in parameters.values()]
+
+    def outputs(flat: Tensor) -> Tensor:
+        parts = zip(parameters.items(), flat.split(sizes), strict=True)
+        return functional_call(network, {name: part.view_as(value) for (name, value), part in parts}, inputs)
+
+    return jacrev(outputs)(flat).flatten(0, 1)
+
+
+@torch.no_grad()
+def _projection(network: nn.Module, inputs: Tensor, precision: KronDecomposed, batch_size: int) -> Tensor:
+    """P (p, s): Ψ Jᵀ U_s, U_s the dominant eigenvectors of J Ψ Jᵀ."""
+    J = torch.cat([_jacobian(network, batch) for batch in inputs.split(batch_size)])
+    solved = precision.bmm(J.unsqueeze(0), exponent=-1).squeeze(0)
+    U = torch.linalg.eigh(J @ solved.T).eigenvectors[:, -SUBSPACE_DIMENSION:]
+    return solved.T @ U
+
+
+@torch.no_grad()
+def _reduced_precision(network: nn.Module, inputs: Tensor, projection: Tensor, batch_size: int) -> Tensor:
+    """PᵀΛP (s, s): Σ (VᵀP)ᵀ(VᵀP) + λ PᵀP, with V = Jᵀ R and R = diag √φ − φ √φᵀ."""
+    reduced = PRIOR_PRECISION * projection.T @ projection
+    for batch in inputs.split(batch_size):
+        probabilities = torch.softmax(network(batch), dim=1)
+        roots = torch.diag_embed(probabilities.sqrt()) - probabilities[:, :, None] * probabilities.sqrt()[:, None]
+        J = _jacobian(network, batch).unflatten(0, probabilities.shape)
+        VP = (roots.mT @ (J @ projection)).flatten(0, 1)
+        reduced += VP.T @ VP
+    return reduced
+
+
+CASES = cases(BATCH_SIZES)

@@ -1,0 +1,119 @@
+"""Measure one case in this process and print the result as one line of JSON. Linux only (peak memory from /proc).
+
+A probe on a few inputs warms up and foretells the duration. A case that would take longer than MAXIMUM_SECONDS is
+measured on fewer inputs; its seconds are then scaled to all inputs, and the result is marked as extrapolated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import gc
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from networks import NETWORKS, build, fashion_mnist
+from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, Setup
+
+MAXIMUM_SECONDS = 120.0
+REPETITION_SECONDS = 10.0  # repeat until this much time is used up, or the repetitions asked for are done
+MEMORY_LIMIT = 16 * 2**30  # of address space: running out of memory then is an error, not a crash of the machine
+
+
+def find_case(name: str, batch_size: int | None) -> Setup:
+    """The setup of the named case; a batch size other than its own can be asked of a peer only."""
+    if name.startswith("sublaplace/"):
+        import cases_ours
+
+        return cases_ours.CASES[name]
+    import cases_peers
+
+    if batch_size is None:
+        return cases_peers.CASES[name]
+    return cases_peers.cases(defaultdict(lambda: batch_size))[name]
+
+
+def memory(field: str) -> float:
+    """VmRSS (resident memory now) or VmHWM (its peak) of this process, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+def reset_peak_memory() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def duration(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, repetitions: int) -> dict[str, Any]:
+    """Seconds of each repetition for all inputs, and the peak memory beyond that before the setup, in MB."""
+    baseline = memory("VmRSS")
+
+    def prepared(count: int) -> Callable[[], Any]:
+        return setup(copy.deepcopy(network), inputs[:count], targets[:count])
+
+    probe_size = min(NUM_SUBSPACE_INPUTS, len(inputs))
+    probe = prepared(probe_size)
+    foretold = duration(probe) / probe_size * len(inputs)
+    del probe
+    extrapolated = foretold > MAXIMUM_SECONDS
+    count = probe_size if extrapolated else len(inputs)
+    run = prepared(count)
+    reset_peak_memory()
+    if foretold < REPETITION_SECONDS:
+        run()
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < repetitions and sum(seconds) < REPETITION_SECONDS):
+        seconds.append(duration(run) / count * len(inputs))
+    return {
+        "seconds": seconds,
+        "extrapolated": extrapolated,
+        "measured_inputs": count,
+        "peak_memory_mb": memory("VmHWM") - baseline,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case")
+    parser.add_argument("--network", choices=list(NETWORKS), default="peers-cnn")
+    parser.add_argument("--weights", choices=["random", "trained"], default="random")
+    parser.add_argument("--inputs", type=int, default=1000)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, help="instead of the peer's best")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(NUM_THREADS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    network = build(arguments.network, arguments.weights).eval()
+    inputs, targets = (tensor[: arguments.inputs].clone() for tensor in fashion_mnist("train"))
+    result = vars(arguments)
+    try:
+        setup = find_case(arguments.case, arguments.batch_size)
+        result |= measure(setup, network, inputs, targets, arguments.repetitions)
+    except Exception as error:  # a peer's refusal is a result too, whatever its type
+        result["error"] = f"{type(error).__name__}: {error}"
+    json.dump(result, sys.stdout)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The two measured networks, FashionMNIST, and a short training run whose weights are kept on disk.
+
+The environment variable SUBLAPLACE_DATA names the folder that holds ``fashion_mnist/*.gz`` (IDX files).
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+CACHE = Path(__file__).resolve().parent / ".cache"
+
+
+def peers_cnn() -> nn.Sequential:
+    """Three convolutions and one linear layer, plain modules that every peer knows: p = 21,706."""
+    return nn.Sequential(
+        *_block(nn.Conv2d(1, 32, 3, padding=1)),
+        *_block(nn.Conv2d(32, 32, 3, padding=1)),
+        *_block(nn.Conv2d(32, 32, 3, padding=1)),
+        nn.Flatten(),
+        nn.Linear(288, 10),
+    )
+
+
+def paper_cnn() -> nn.Sequential:
+    """The paper's CNN, its second convolution applied twice with the same weights: p = 12,458."""
+    reused = nn.Conv2d(32, 32, 3, padding=1)
+    return nn.Sequential(
+        *_block(nn.Conv2d(1, 32, 3, padding=1)),
+        *_block(reused),
+        *_block(reused),
+        nn.Flatten(),
+        nn.Linear(288, 10),
+    )
+
+
+def _block(convolution: nn.Conv2d) -> tuple[nn.Module, ...]:
+    return convolution, nn.ReLU(), nn.MaxPool2d(2)
+
+
+NETWORKS: dict[str, Callable[[], nn.Sequential]] = {"peers-cnn": peers_cnn, "paper-cnn": paper_cnn}
+
+
+def build(name: str, weights: str) -> nn.Module:
+    """The named network with its "random" or "trained" weights, the same on every call."""
+    torch.manual_seed(0)
+    network = NETWORKS[name]()
+    return trained(network, name) if weights == "trained" else network
+
+
+def fashion_mnist(split: str) -> tuple[Tensor, Tensor]:
+    """Inputs (n, 1, 28, 28) scaled to [-1, 1] and labels (n,) of the split "train" or "t10k"."""
+    if "SUBLAPLACE_DATA" not in os.environ:
+        raise RuntimeError("set SUBLAPLACE_DATA to the folder that holds fashion_mnist/*.gz")
+    folder = Path(os.environ["SUBLAPLACE_DATA"]) / "fashion_mnist"
+    pixels = _idx(folder / f"{split}-images-idx3-ubyte.gz", header=16).view(-1, 1, 28, 28)
+    labels = _idx(folder / f"{split}-labels-idx1-ubyte.gz", header=8)
+    return (pixels / 255 - 0.5) / 0.5, labels.long()
+
+
+def _idx(path: Path, header: int) -> Tensor:
+    return torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())), dtype=torch.uint8)[header:]
+
+
+def trained(network: nn.Module, name: str, epochs: int = 3) -> nn.Module:
+    """Load the weights of ``name`` into the network, after training them if they are not on disk yet."""
+    path = CACHE / f"{name}.safetensors"
+    if not path.exists():
+        _train(network, epochs)
+        CACHE.mkdir(exist_ok=True)
+        save_file({key: value.detach() for key, value in network.named_parameters()}, path)
+    weights = load_file(path)
+    with torch.no_grad():
+        for key, parameter in network.named_parameters():
+            parameter.copy_(weights[key])
+    return network
+
+
+def _train(network: nn.Module, epochs: int, batch_size: int = 256) -> None:
+    torch.manual_seed(0)
+    inputs, labels = fashion_mnist("train")
+    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
+    for epoch in range(epochs):
+        for batch in torch.randperm(len(inputs)).split(batch_size):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(network(inputs[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch + 1} of {epochs}, accuracy on the test set {accuracy(network):.3f}")
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module) -> float:
+    inputs, labels = fashion_mnist("t10k")
+    return (network(inputs).argmax(1) == labels).float().mean().item()
+
+
+if __name__ == "__main__":
+    for name in NETWORKS:
+        print(f"{name}: accuracy on the test set {accuracy(build(name, 'trained')):.3f}")

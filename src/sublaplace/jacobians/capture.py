@@ -1,0 +1,410 @@
+"""What a network does with its parameters, seen at the functional calls.
+
+A `Capture` is active during a forward pass and recognises the calls that use a parameter in a way with structure (linear
+maps, convolutions, embeddings, norms, scales and shifts). Calls, not modules, are watched, because functional use, attention
+projections and tied weights never reach a module's hooks. Any other use makes the parameter `unusual`: it goes through the
+general path (`general.py`).
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock
+
+BlockBuilder = Callable[[Tensor, Tensor], Block]
+"""From the call's input (n, …) and the gradients at its output (n, K, …), batch in front, to a parameter's block."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A call that is understood: its input, and how each parameter in it contributes."""
+
+    source: Tensor
+    replaced: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]  # runs the call: (source, wrap parameters)
+    builders: tuple[tuple[Tensor, BlockBuilder], ...]
+    kernel_points: int = 0  # of a convolution
+
+
+@dataclass
+class Call:
+    """A recorded use: what the backward pass and the blocks need."""
+
+    function: str
+    names: tuple[str, ...]
+    source: Tensor
+    output_shape: torch.Size
+    output: Tensor | None
+    edge: GradientEdge | None
+    builders: tuple[tuple[str, BlockBuilder], ...]
+    input_elements: int  # numbers that the input takes up in a block; a convolution's patches repeat it
+
+
+def _positions(gradients: Tensor) -> Tensor:
+    """(n, K, …, O) → (n, K, 1, O, T)."""
+    return gradients.flatten(2, -2).transpose(-1, -2).unsqueeze(2)
+
+
+def _ones_like_positions(gradients: Tensor) -> Tensor:
+    """The input of a bias: 1 at every position, (n, G, 1, T) for gradients (n, K, G, O, T)."""
+    n, _, groups, _, positions = gradients.shape
+    return gradients.new_ones(1).expand(n, groups, 1, positions)
+
+
+def _linear_weight(transposed: bool) -> BlockBuilder:
+    def build(source: Tensor, gradients: Tensor) -> Block:
+        a = source.flatten(1, -2).transpose(1, 2).unsqueeze(1)
+        return OuterBlock(a, _positions(gradients), transposed)
+
+    return build
+
+
+def _linear_bias(_: Tensor, gradients: Tensor) -> Block:
+    g = _positions(gradients)
+    return OuterBlock(_ones_like_positions(g), g)
+
+
+def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+    source, weight, bias = _bind(("input", "weight", "bias"), (None, None, None), args, kwargs)
+    return Use(
+        source,
+        lambda x, wrap: F.linear(x, wrap(weight), None if bias is None else wrap(bias)),
+        _known((weight, _linear_weight(False)), (bias, _linear_bias)),
+    )
+
+
+def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+    source, weight = args[:2]
+    if kwargs or len(args) != 2 or not isinstance(weight, Tensor) or weight.ndim != 2 or source.ndim < 2:
+        return None
+    return Use(source, lambda x, wrap: x @ wrap(weight), _known((weight, _linear_weight(True))))
+
+
+def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+    if kwargs or len(args) != 3:
+        return None
+    bias, source, weight = args
+    if bias.ndim != 1:
+        return None
+    return Use(
+        source,
+        lambda x, wrap: torch.addmm(wrap(bias), x, wrap(weight)),
+        _known((weight, _linear_weight(True)), (bias, _linear_bias)),
+    )
+
+
+def _patches(source: Tensor, kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """What each position of a convolution sees: (n, channels, *spatial) → (n, channels, kernel points, positions)."""
+    d = len(kernel)
+    stride, dilation = _per_dimension(stride, d), _per_dimension(dilation, d)
+    if padding == "same":
+        total = [dil * (k - 1) for dil, k in zip(dilation, kernel, strict=True)]
+        sides = [(t // 2, t - t // 2) for t in total]
+    elif padding == "valid":
+        sides = [(0, 0)] * d
+    else:
+        sides = [(side, side) for side in _per_dimension(padding, d)]
+    if any(side != (0, 0) for side in sides):
+        source = F.pad(source, [side for pair in reversed(sides) for side in pair])
+    reach = [dil * (k - 1) + 1 for dil, k in zip(dilation, kernel, strict=True)]
+    steps = [(size - r) // s + 1 for size, r, s in zip(source.shape[2:], reach, stride, strict=True)]
+    strides = source.stride()
+    windows = source.as_strided(
+        (*source.shape[:2], *kernel, *steps),
+        (
+            *strides[:2],
+            *(st * dil for st, dil in zip(strides[2:], dilation, strict=True)),
+            *(st * s for st, s in zip(strides[2:], stride, strict=True)),
+        ),
+        source.storage_offset(),
+    )
+    return windows.reshape(*source.shape[:2], kernel.numel(), -1)
+
+
+def _per_dimension(value: Any, dimensions: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dimensions if len(values) == 1 else values
+
+
+def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[..., Use | None]:
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+        source, weight, bias, stride, padding, dilation, groups = _bind(
+            ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+            (None, None, None, 1, 0, 1, 1),
+            args,
+            kwargs,
+        )
+        if source.ndim != spatial + 2:
+            return None
+
+        def grouped(gradients: Tensor) -> Tensor:
+            """(n, K, M, O, *spatial) → (n, K, G, O/G, positions); M inputs of the call belong to one input x."""
+            return gradients.flatten(4).transpose(2, 3).flatten(3).unflatten(2, (groups, -1))
+
+        def build_weight(x: Tensor, gradients: Tensor) -> Block:
+            n, inner = x.shape[:2]
+            a = _patches(x.flatten(0, 1), weight.shape[2:], stride, padding, dilation)
+            a = a.unflatten(0, (n, inner)).permute(0, 2, 3, 1, 4).flatten(3)  # (n, channels, kernel, positions)
+            return OuterBlock(a.unflatten(1, (groups, -1)).flatten(2, 3), grouped(gradients))
+
+        def build_bias(_: Tensor, gradients: Tensor) -> Block:
+            g = grouped(gradients)
+            g = g.flatten(2, 3).unsqueeze(2)
+            return OuterBlock(_ones_like_positions(g), g)
+
+        return Use(
+            source,
+            lambda x, wrap: function(
+                x, wrap(weight), None if bias is None else wrap(bias), stride, padding, dilation, groups
+            ),
+            _known((weight, build_weight), (bias, build_bias)),
+            kernel_points=weight.shape[2:].numel(),
+        )
+
+    return rule
+
+
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+    source, weight, padding_idx, max_norm, _, by_frequency, sparse = _bind(
+        ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+        (None, None, None, None, 2.0, False, False),
+        args,
+        kwargs,
+    )
+    if max_norm is not None or by_frequency or sparse:
+        return None
+
+    def build(x: Tensor, gradients: Tensor) -> Block:
+        indices, g = x.flatten(1), gradients.flatten(2, -2)
+        if padding_idx is not None:
+            padding = padding_idx % len(weight)
+            g = g * (indices != padding)[:, None, :, None]
+        return EmbeddingBlock(indices, g, len(weight))
+
+    return Use(source, lambda x, wrap: F.embedding(x, wrap(weight), padding_idx), _known((weight, build)))
+
+
+def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use | None]:
+    """Layer, RMS, group, instance and batch norm: y = γ x̂ + β, with x̂ the call without scale and shift."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+        signature = _NORM_ARGUMENTS[function]
+        values = dict(zip(signature, args, strict=False)) | kwargs
+        if values.get("training") or values.get("use_input_stats") is False:
+            return None
+        weight, bias, source = values.get("weight"), values.get("bias"), values["input"]
+        keep = len(values["normalized_shape"]) if trailing else 0
+
+        def reduce(g: Tensor) -> Tensor:
+            """(n, K, …) → (n, K, size): what is not a dimension of the parameter is summed."""
+            if trailing:
+                dims = tuple(range(2, g.ndim - keep))
+            else:
+                dims = (2, *range(4, g.ndim))  # (n, K, M, channels, *spatial)
+            return (g.sum(dims) if dims else g).flatten(2)
+
+        def build_scale(x: Tensor, gradients: Tensor) -> Block:
+            plain = {**values, "input": x.flatten(0, 1), "weight": None}
+            if "bias" in signature:
+                plain["bias"] = None
+            normalised = function(**plain).unflatten(0, x.shape[:2])
+            return RowBlock(reduce(gradients * normalised.unsqueeze(1)))
+
+        def build_shift(_: Tensor, gradients: Tensor) -> Block:
+            return RowBlock(reduce(gradients))
+
+        def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
+            wrapped = {k: wrap(v) for k, v in (("weight", weight), ("bias", bias)) if v is not None}
+            return function(**{**values, "input": x, **wrapped})
+
+        return Use(source, run, _known((weight, build_scale), (bias, build_shift)))
+
+    return rule
+
+
+_NORM_ARGUMENTS: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.batch_norm: (
+        *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    ),
+    F.instance_norm: (
+        *("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    ),
+}
+
+
+def _elementwise(
+    function: Callable[..., Tensor], coefficient: Callable[[int, Tensor], Tensor | float]
+) -> Callable[..., Use | None]:
+    """Broadcast sums and products with a parameter: ∂y/∂θ is `coefficient(position of θ, other operand)`."""
+
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+        if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+            return None
+        place = 0 if isinstance(args[0], torch.nn.Parameter) else 1
+        parameter, other = args[place], args[1 - place]
+        if isinstance(other, torch.nn.Parameter):
+            return None
+        if torch.broadcast_shapes(parameter.shape, other.shape) != other.shape:
+            return None
+
+        def build(x: Tensor, gradients: Tensor) -> Block:
+            factor = coefficient(place, x)
+            g = gradients * (factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
+            aligned = (1,) * (g.ndim - 2 - parameter.ndim) + tuple(parameter.shape)
+            dims = [2 + d for d, size in enumerate(aligned) if size == 1]
+            return RowBlock((g.sum(dims, keepdim=True) if dims else g).flatten(2))
+
+        def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
+            return function(wrap(parameter), x) if place == 0 else function(x, wrap(parameter))
+
+        return Use(other, run, ((parameter, build),))
+
+    return rule
+
+
+_add = _elementwise(torch.add, lambda place, x: 1.0)
+_sub = _elementwise(torch.sub, lambda place, x: 1.0 if place == 0 else -1.0)
+_mul = _elementwise(torch.mul, lambda place, x: x)
+
+RULES: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Use | None]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    torch.conv1d: _convolution(torch.conv1d, 1),
+    torch.conv2d: _convolution(torch.conv2d, 2),
+    torch.conv3d: _convolution(torch.conv3d, 3),
+    F.embedding: _embedding,
+    F.layer_norm: _norm(F.layer_norm, trailing=True),
+    F.rms_norm: _norm(F.rms_norm, trailing=True),
+    F.group_norm: _norm(F.group_norm, trailing=False),
+    F.batch_norm: _norm(F.batch_norm, trailing=False),
+    F.instance_norm: _norm(F.instance_norm, trailing=False),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _sub),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
+}
+
+
+def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:
+    if not use.kernel_points:
+        return source.numel()
+    return source.shape[1] * use.kernel_points * len(output) * output.shape[2:].numel()
+
+
+def _bind(
+    names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """The call's arguments by position, as its signature orders them."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
+
+
+def _known(*pairs: tuple[Tensor | None, BlockBuilder]) -> tuple[tuple[Tensor, BlockBuilder], ...]:
+    return tuple((parameter, build) for parameter, build in pairs if parameter is not None)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
+    """A composite of ``torch.nn.functional`` whose inner calls stay visible to the active mode.
+
+    Such functions first ask whether a mode wants them whole; here the answer is no.
+    """
+    never = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
+    )
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **never}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@dataclass(eq=False)
+class Capture(TorchFunctionMode):
+    """Records every structured use of the given parameters during one forward pass.
+
+    expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a batch
+    dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the calls' outputs, for probing.
+    """
+
+    parameters: Mapping[int, str]  # id of a parameter → its name
+    num_inputs: int
+    expand: frozenset[int] = frozenset()
+    keep_outputs: bool = False
+    calls: list[Call] = field(default_factory=list)
+    unusual: dict[str, str] = field(default_factory=dict)  # parameter → the function that used it
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = [t for t in _tensors(args) + _tensors(kwargs) if id(t) in self.parameters]
+        if not used:
+            return func(*args, **kwargs)
+        rule = RULES.get(func)
+        use = rule(args, kwargs) if rule else None
+        if use is not None and {id(t) for t in used} == {
+            id(p) for p, _ in use.builders if id(p) in self.parameters
+        }:
+            return self._record(getattr(func, "__name__", str(func)), use)
+        if isinstance(func, types.FunctionType) and func.__module__ == "torch.nn.functional":
+            with self:
+                return _seen_through(func)(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _tensors(result):
+            for tensor in used:
+                self.unusual[self.parameters[id(tensor)]] = getattr(func, "__name__", str(func))
+        return result
+
+    def _record(self, function: str, use: Use) -> Tensor:
+        source = use.source
+        if len(self.calls) in self.expand:
+            whole = source if source.shape[0] == 1 else source.unsqueeze(0)
+            source = whole.expand(self.num_inputs, *whole.shape[1:])
+        in_graph = source.requires_grad
+
+        def wrap(parameter: Tensor) -> Tensor:
+            # The output has to be part of the graph, so that a gradient arrives at it; the parameter's own gradient
+            # is never asked for.
+            return parameter if in_graph or not torch.is_grad_enabled() else parameter.detach().requires_grad_()
+
+        output = use.replaced(source, wrap)
+        self.calls.append(
+            Call(
+                function=function,
+                names=tuple(self.parameters[id(p)] for p, _ in use.builders if id(p) in self.parameters),
+                source=source.detach(),
+                output_shape=output.shape,
+                output=output.detach().clone() if self.keep_outputs else None,
+                edge=get_gradient_edge(output) if output.requires_grad else None,
+                builders=tuple(
+                    (self.parameters[id(p)], build) for p, build in use.builders if id(p) in self.parameters
+                ),
+                input_elements=_input_elements(use, source, output),
+            )
+        )
+        return output

@@ -1,0 +1,64 @@
+"""The factored Jacobian of a batch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians.blocks import Block
+from sublaplace.parameters import ParameterLayout, Vectors
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """J of n inputs with K rows each, as one block a parameter; a parameter without a block has zero rows.
+
+    Row (n, k) is the gradient of uᵀf(x_n) with u the k-th cotangent of input n: an output, or a column of the root of
+    the output Hessian. Memory: the factors of the blocks, n·K·(activations of the network), never n·K·p.
+    """
+
+    layout: ParameterLayout
+    blocks: dict[str, Block]
+    outputs: Tensor  # f(x): (n, C)
+    num_rows: int  # K
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.outputs)
+
+    def matmul(self, vectors: Vectors) -> Tensor:
+        """J V for r vectors: (n, K, r)."""
+        r = len(next(iter(vectors.values())))
+        result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
+        for name, block in self.blocks.items():
+            result += block.matmul(vectors[name])
+        return result
+
+    def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
+        """Adds Jᵀ U to `into`, for U of shape (n, K, r)."""
+        for name, block in self.blocks.items():
+            into[name] += block.transpose_matmul(weights)
+
+    def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
+        """The columns of J that `ParameterLayout.split_indices` names: (n, K, count)."""
+        result = self.outputs.new_zeros(self.num_inputs, self.num_rows, count)
+        for name, (places, indices) in parts.items():
+            if name in self.blocks:
+                result[:, :, places] = self.blocks[name].columns(indices)
+        return result
+
+    def squared_norms(self) -> Tensor:
+        """‖row‖² for each row: (n, K)."""
+        result = self.outputs.new_zeros(self.num_inputs, self.num_rows)
+        for block in self.blocks.values():
+            result += block.rows().square().sum(-1)
+        return result
+
+    def dense_rows(self) -> Tensor:
+        """All rows, (n·K, p): for small networks and references only."""
+        n, K = self.num_inputs, self.num_rows
+        parts = [
+            self.blocks[name].rows() if name in self.blocks else self.outputs.new_zeros(n, K, size)
+            for name, size in self.layout.sizes.items()
+        ]
+        return torch.cat(parts, dim=2).flatten(0, 1)

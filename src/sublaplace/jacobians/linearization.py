@@ -1,0 +1,436 @@
+"""A trained network and its Jacobian: the engine that everything else runs on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sublaplace.jacobians.blocks import Block, RowBlock, summed
+from sublaplace.jacobians.capture import Call, Capture
+from sublaplace.jacobians.general import general_rows
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.parameters import ParameterLayout, borrowed
+
+Signature = tuple[tuple[str, tuple[str, ...]], ...]
+"""The calls of a forward pass, in order: the function and the parameters of each."""
+
+
+def call_model(model: nn.Module, inputs: Any) -> Tensor:
+    """f(x) for a tensor, a tuple of arguments or a mapping of keywords; takes ``.logits`` of a result that has them."""
+    if isinstance(inputs, Mapping):
+        result = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        result = model(*inputs)
+    else:
+        result = model(inputs)
+    return result.logits if hasattr(result, "logits") else result
+
+
+def num_inputs(inputs: Any) -> int:
+    """The batch size: the length of the first tensor."""
+    tensors = [leaf for leaf in tree_flatten(_plain(inputs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    if not tensors:
+        raise ValueError("A batch of inputs must hold at least one tensor with the batch as its first dimension.")
+    return len(tensors[0])
+
+
+def select(inputs: Any, indices: Any) -> Any:
+    """The inputs at `indices`, for a tensor or any nesting of tensors."""
+    n = num_inputs(inputs)
+    return tree_map(
+        lambda leaf: leaf[indices] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n else leaf,
+        _plain(inputs),
+    )
+
+
+def _plain(inputs: Any) -> Any:
+    """Mappings of foreign types (a tokenizer's batch) as dicts, which tree functions understand."""
+    return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where the inputs of the batch stand in a call's output: dimension `dim` holds n·`inner` entries.
+
+    position_major: entry t·n + i in place of i·inner + t belongs to input i.
+    """
+
+    dim: int
+    inner: int
+    position_major: bool
+
+    def in_front(self, tensor: Tensor, n: int) -> Tensor:
+        """(…, n·inner, …) → (n, …, inner, …), a view."""
+        if self.position_major:
+            return tensor.unflatten(self.dim, (-1, n)).movedim(self.dim + 1, 0)
+        return tensor.unflatten(self.dim, (n, -1)).movedim(self.dim, 0)
+
+
+@dataclass
+class Plan:
+    """What probing found out about one sequence of calls."""
+
+    axes: list[BatchAxis | None]
+    expand: frozenset[int]
+    general: dict[str, str]  # parameter → why it needs the general path
+    general_batched: bool = True
+    gradient_elements: int = 0  # per input and direction
+    input_elements: int = 0  # per input
+
+    def measure(self, calls: list[Call], n: int) -> None:
+        """Notes the largest memory need of an input seen so far."""
+        gradients = sum(call.output_shape.numel() for call in calls)
+        self.gradient_elements = max(self.gradient_elements, -(-gradients // n))
+        inputs = sum(call.input_elements for call in calls)
+        self.input_elements = max(self.input_elements, -(-inputs // n))
+
+
+@dataclass
+class Linearization:
+    """f(x) ≈ f(x; θ̂) + J (θ − θ̂), with J in factored form (see `blocks.py`).
+
+    The first batch is probed: two small forward passes find where the inputs of the batch stand in every call, and the
+    gradient of each parameter is compared with plain automatic differentiation. What does not agree, or is used in a
+    way without structure, goes through the general path of `general.py`; so every module gives the right answer
+    and only what is unusual is slower. `Jacobian` costs one forward and K backward passes a batch.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Tensor] = call_model
+    memory_budget: int = 256 * 2**20
+    layout: ParameterLayout = field(init=False)
+    passes: int = field(init=False, default=0)  # backward passes through one input, counted
+    _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
+    _borrowed: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.layout = ParameterLayout.of(self.model)
+        self._parameters = self.layout.parameters(self.model)
+        self._names = {id(p): name for name, p in self._parameters.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    @property
+    def _tolerance(self) -> float:
+        """How far two ways to the same number may lie apart, relative to the largest."""
+        return 1e-3 if self.dtype.itemsize < 8 else 1e-8
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """The model in eval mode, put back afterwards; may be nested."""
+        if self._borrowed:
+            yield
+            return
+        self._borrowed += 1
+        try:
+            with borrowed(self.model), torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
+                yield
+        finally:
+            self._borrowed -= 1
+
+    def to_device(self, inputs: Any) -> Any:
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.to(self.device)
+            return leaf.clone() if leaf.is_inference() else leaf.detach()
+
+        return tree_map(move, _plain(inputs))
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """f(x): (n, C), without a graph."""
+        with self.borrowed(), torch.no_grad():
+            inputs = self.to_device(inputs)
+            return self._checked(self.forward(self.model, inputs), inputs)
+
+    def jacobian(self, inputs: Any, cotangents: Tensor | None = None) -> Jacobian:
+        """J of a batch; row (n, k) belongs to cotangents[n, k] (n, K, C), by default to output k."""
+        with self.borrowed():
+            inputs = self.to_device(inputs)
+            plan, capture, outputs = self._captured(inputs)
+            if cotangents is None:
+                C = outputs.shape[1]
+                cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(len(outputs), C, C)
+            blocks = self._blocks(capture.calls, plan, outputs, cotangents)
+            if plan.general:
+                chosen = {name: self._parameters[name] for name in plan.general}
+                rows = general_rows(
+                    self.model, self.forward, chosen, inputs, cotangents, plan.general_batched
+                )
+                blocks |= {name: RowBlock(value.detach()) for name, value in rows.items()}
+            self.passes += cotangents.shape[0] * cotangents.shape[1]
+            ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
+            return Jacobian(self.layout, ordered, outputs.detach(), cotangents.shape[1])
+
+    def chunks(self, inputs: Any, cotangents: Tensor | None = None) -> Iterator[Jacobian]:
+        """The Jacobians of parts of a large batch, each within the memory budget."""
+        n = num_inputs(inputs)
+        rows = cotangents.shape[1] if cotangents is not None else None
+        step = self.chunk_size(inputs, rows)
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            yield self.jacobian(select(inputs, part), None if cotangents is None else cotangents[part])
+
+    def chunk_size(self, inputs: Any, rows: int | None = None) -> int:
+        """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once."""
+        if not self._plans or rows is None:
+            with self.borrowed():
+                _, _, outputs = self._captured(self.to_device(select(inputs, slice(0, 3))))
+            rows = outputs.shape[1] if rows is None else rows
+        plan = next(reversed(self._plans.values()))
+        largest = max(self.layout.sizes.values())
+        general = sum(self.layout.sizes[name] for name in plan.general)
+        elements = rows * (2 * plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements
+        return max(1, int(self.memory_budget / max(1, elements * self.dtype.itemsize)))
+
+    def unusual_parameters(self) -> dict[str, str]:
+        """The parameters that took the general path, with the reason."""
+        return {name: why for plan in self._plans.values() for name, why in plan.general.items()}
+
+    def last_linear(self) -> tuple[str, ...]:
+        """The parameters of the last linear call of the network, weight and bias."""
+        for signature in self._plans:
+            for function, names in reversed(signature):
+                if function in ("linear", "addmm", "matmul"):
+                    return names
+        return ()
+
+    def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
+        """One forward pass with the calls recorded; an unknown sequence of calls is probed first."""
+        n = num_inputs(inputs)
+        plan = next(reversed(self._plans.values()), None)
+        for _ in range(3):
+            capture = Capture(self._names, n, expand=plan.expand if plan else frozenset())
+            with torch.enable_grad(), capture:
+                outputs = self._checked(self.forward(self.model, inputs), inputs)
+            known = self._plans.get(_signature(capture.calls))
+            if known is None:
+                plan = self._probe(inputs)
+                continue
+            if plan is None or known.expand != plan.expand:
+                plan = known
+                continue
+            plan = known
+            plan.measure(capture.calls, n)
+            return plan, capture, outputs
+        raise RuntimeError(
+            "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
+            f"The parametrised calls of the last pass were: {_described(capture.calls)}."
+        )
+
+    def _checked(self, outputs: Any, inputs: Any) -> Tensor:
+        n = num_inputs(inputs)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != n:
+            shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(
+                f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it gave {shape}. "
+                "Wrap it in a module that returns such a tensor."
+            )
+        if not torch.isfinite(outputs).all():
+            raise ValueError(self._non_finite(inputs))
+        return outputs
+
+    def _non_finite(self, inputs: Any) -> str:
+        """Where NaN or infinity first appears: the inputs or a layer."""
+        for leaf in tree_flatten(inputs)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
+                return "The inputs hold NaN or infinity."
+        capture = Capture(self._names, num_inputs(inputs), keep_outputs=True)
+        with torch.no_grad(), capture:
+            self.forward(self.model, inputs)
+        for call in capture.calls:
+            if call.output is not None and not torch.isfinite(call.output).all():
+                return f"The output of '{call.function}' with {', '.join(call.names)} holds NaN or infinity."
+        return "The network's outputs hold NaN or infinity, though no parametrised layer does."
+
+    def _probe(self, inputs: Any) -> Plan:
+        """Finds the batch axis of every call and checks every gradient, on three inputs (see the class)."""
+        n = num_inputs(inputs)
+        three = select(inputs, torch.arange(3, device=self.device) % n)
+        two = select(three, slice(0, 2))
+        first, outputs = self._probing_pass(three)
+        second, fewer = self._probing_pass(two)
+        if _signature(first.calls) != _signature(second.calls):
+            raise ValueError(_depends_on_batch(_first_difference(first.calls, second.calls)))
+        tolerance = self._tolerance
+        if not torch.allclose(outputs[:2], fewer, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
+            raise ValueError(_depends_on_batch("outputs"))
+        axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
+        plan = Plan(axes, frozenset(), dict(first.unusual))
+        unbatched = frozenset(
+            k for k, (call, other) in enumerate(zip(first.calls, second.calls, strict=True))
+            if call.output_shape == other.output_shape
+        )
+        if unbatched:
+            self._expand(plan, unbatched, three, two, outputs, tolerance)
+        for axis, call in zip(plan.axes, first.calls, strict=True):
+            if axis is None:
+                plan.general |= {name: f"no batch dimension in '{call.function}'" for name in call.names}
+        plan.measure(first.calls, 3)
+        self._plans[_signature(first.calls)] = plan
+        self._verify(plan, three, outputs.shape[1])
+        return plan
+
+    def _probing_pass(self, inputs: Any, expand: frozenset[int] = frozenset()) -> tuple[Capture, Tensor]:
+        capture = Capture(self._names, num_inputs(inputs), expand=expand, keep_outputs=True)
+        with torch.no_grad(), capture:
+            outputs = self._checked(self.forward(self.model, inputs), inputs)
+        return capture, outputs
+
+    def _expand(
+        self, plan: Plan, unbatched: frozenset[int], three: Any, two: Any, outputs: Tensor, tolerance: float
+    ) -> None:
+        """Gives the calls that do not depend on the batch a batch dimension, if the outputs stay the same."""
+        try:
+            first, again = self._probing_pass(three, unbatched)
+            second, _ = self._probing_pass(two, unbatched)
+        except (RuntimeError, ValueError, IndexError):
+            return
+        if len(first.calls) != len(plan.axes) or not torch.allclose(again, outputs, rtol=tolerance, atol=tolerance):
+            return
+        plan.expand = unbatched
+        plan.axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
+
+    def _verify(self, plan: Plan, inputs: Any, num_outputs: int) -> None:
+        """Compares Jᵀu for a random u with automatic differentiation; what differs takes the general path."""
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(3, num_outputs, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+        expected = self._plain_gradients(inputs, u)
+        if plan.general:
+            plan.general_batched = self._general_batched(plan, inputs, u, expected)
+        identity = torch.eye(num_outputs, device=self.device, dtype=self.dtype).expand(3, -1, -1)
+        jacobian = self.jacobian(inputs, identity)
+        scale = max(float(value.abs().max()) for value in expected.values())
+        missed: dict[str, str] = {}
+        for name, value in expected.items():
+            block = jacobian.blocks.get(name)
+            found = torch.zeros_like(value) if block is None else block.transpose_matmul(u.unsqueeze(2))[0]
+            limit = self._tolerance * (float(value.abs().max()) + 1e-2 * scale)
+            if float((found - value).abs().max()) > limit:
+                if name in plan.general:
+                    raise RuntimeError(
+                        f"The gradient of parameter '{name}' differs between two ways of automatic differentiation; "
+                        "the network is not a function of its inputs and parameters alone."
+                    )
+                missed[name] = "its gradient is not that of the calls that were seen"
+        if missed:
+            plan.general |= missed
+            plan.general_batched = self._general_batched(plan, inputs, u, expected)
+
+    def _plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀu by one ordinary backward pass."""
+        parameters = list(self._parameters.values())
+        for p in parameters:
+            p.requires_grad_()
+        try:
+            with torch.enable_grad():
+                outputs = self.forward(self.model, inputs)
+            gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+        finally:
+            for p in parameters:
+                p.requires_grad_(False)
+        return {
+            name: torch.zeros_like(p).flatten() if g is None else g.flatten()
+            for (name, p), g in zip(self._parameters.items(), gradients, strict=True)
+        }
+
+    def _general_batched(self, plan: Plan, inputs: Any, u: Tensor, expected: dict[str, Tensor]) -> bool:
+        """Whether the vectorised general path works for this network and gives the right gradients."""
+        chosen = {name: self._parameters[name] for name in plan.general}
+        try:
+            rows = general_rows(self.model, self.forward, chosen, inputs, u.unsqueeze(1), batched=True)
+        except Exception:  # vmap raises whatever the network's operations raise; the plain loop handles them all
+            return False
+        tolerance = self._tolerance
+        return all(
+            torch.allclose(
+                rows[name].sum((0, 1)),
+                expected[name],
+                rtol=tolerance,
+                atol=tolerance * float(expected[name].abs().max()),
+            )
+            for name in chosen
+        )
+
+    def _blocks(self, calls: list[Call], plan: Plan, outputs: Tensor, cotangents: Tensor) -> dict[str, Block]:
+        """K backward passes, then the blocks of every structured parameter."""
+        n, K = cotangents.shape[:2]
+        wanted = [
+            (call, axis)
+            for call, axis in zip(calls, plan.axes, strict=True)
+            if axis is not None and call.edge is not None and not set(call.names) <= set(plan.general)
+        ]
+        gathered: list[list[Tensor]] = [[] for _ in wanted]
+        edges = [call.edge for call, _ in wanted if call.edge is not None]
+        for k in range(K if edges and outputs.requires_grad else 0):
+            gradients = torch.autograd.grad(
+                outputs, edges, cotangents[:, k].to(outputs.dtype), retain_graph=k + 1 < K, allow_unused=True
+            )
+            for parts, gradient, (call, _) in zip(gathered, gradients, wanted, strict=True):
+                parts.append(outputs.new_zeros(call.output_shape) if gradient is None else gradient)
+        found: dict[str, list[Block]] = {}
+        with torch.no_grad():
+            for (call, axis), parts in zip(wanted, gathered, strict=True):
+                if not parts:
+                    empty = outputs.new_zeros(call.output_shape)
+                    gradients_in_front = axis.in_front(empty, n).unsqueeze(1)[:, :0]
+                else:
+                    gradients_in_front = torch.stack([axis.in_front(g, n) for g in parts], dim=1)
+                parts.clear()
+                source = axis.in_front(call.source, n)
+                for name, build in call.builders:
+                    if name not in plan.general:
+                        found.setdefault(name, []).append(build(source, gradients_in_front))
+            return {name: summed(blocks) for name, blocks in found.items()}
+
+
+def _signature(calls: list[Call]) -> Signature:
+    return tuple((call.function, call.names) for call in calls)
+
+
+def _described(calls: list[Call]) -> str:
+    return ", ".join(f"{call.function}({', '.join(call.names)})" for call in calls)
+
+
+def _first_difference(calls: list[Call], others: list[Call]) -> str:
+    for call, other in zip(calls, others, strict=False):
+        if (call.function, call.names) != (other.function, other.names):
+            return f"operations (first at {', '.join(call.names)})"
+    return "operations"
+
+
+def _depends_on_batch(what: str) -> str:
+    return (
+        f"The {what} of an input depend on the other inputs of its batch, so they have no Jacobian of their own. "
+        "Common reasons: batch statistics (a batch norm without running statistics), a layer that mixes inputs, or "
+        "randomness that eval mode does not switch off."
+    )
+
+
+def _batch_axis(three: Call, two: Call, tolerance: float) -> BatchAxis | None:
+    """The dimension in which the outputs for three and for two inputs differ, and how inputs are laid out in it."""
+    a, b = three.output, two.output
+    assert a is not None and b is not None
+    if a.ndim != b.ndim:
+        return None
+    dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]]
+    if len(dims) != 1 or a.shape[dims[0]] * 2 != b.shape[dims[0]] * 3:
+        return None
+    inner = a.shape[dims[0]] // 3
+    atol = tolerance * float(a.abs().max())
+    for position_major in (False, True):
+        axis = BatchAxis(dims[0], inner, position_major)
+        same = torch.allclose(axis.in_front(a, 3)[:2], axis.in_front(b, 2), rtol=tolerance, atol=atol)
+        if same:
+            return axis
+    return None

@@ -1,0 +1,83 @@
+"""Small dense linear algebra, always in float64, and the orthonormal basis of a large p × s matrix."""
+
+import torch
+from torch import Tensor
+
+from sublaplace.parameters import Vectors
+
+
+def cholesky(matrix: Tensor, what: str) -> Tensor:
+    """The lower Cholesky factor of a positive definite float64 matrix, with an error that says what failed.
+
+    Cost: s³/3.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise ValueError(
+            f"{what} is not positive definite (leading minor {int(info)} of {len(matrix)}). "
+            "A larger prior precision or a float64 model helps."
+        )
+    return factor
+
+
+def dominant_eigenvectors(matrix: Tensor, count: int, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The eigenvalues, descending, and eigenvectors of a positive semi-definite matrix: at most `count` of them.
+
+    Only those above the numerical rank are given: eigenvalue > size · epsilon · largest eigenvalue. Cost: O(size³).
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = values.flip(0), vectors.flip(1)
+    rank = int((values > len(matrix) * epsilon * values[0].clamp_min(0)).sum())
+    keep = min(count, rank)
+    return values[:keep], vectors[:, :keep]
+
+
+def gram(vectors: Vectors, others: Vectors | None = None) -> Tensor:
+    """V Vᵀ (or V Wᵀ) of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²."""
+    others = vectors if others is None else others
+    total: Tensor | None = None
+    for name, part in vectors.items():
+        # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
+        for piece, other in zip(part.split(_PIECE, dim=1), others[name].split(_PIECE, dim=1), strict=True):
+            product = piece.double() @ other.double().T
+            total = product if total is None else total + product
+    assert total is not None
+    return total
+
+
+_PIECE = 2**16
+
+
+def orthonormalised(vectors: Vectors) -> Vectors:
+    """An orthonormal basis (rows) whose every leading part spans what the leading vectors span.
+
+    Cholesky QR, three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that it cannot
+    break down. Works on vectors held by parameter, in place of a copying QR of a p × s matrix. Vectors are scaled
+    to length one first. Cost: 3·p·s² and no second p × s matrix.
+    """
+    basis = dict(vectors)
+    lengths = gram_diagonal(basis).sqrt()
+    scale = torch.where(lengths > 0, 1 / lengths, 1.0)
+    basis = {name: _applied(torch.diag(scale), part) for name, part in basis.items()}
+    for shift in (len(scale) * torch.finfo(torch.float64).eps, 0.0, 0.0):
+        products = gram(basis)
+        products.diagonal().add_(shift)
+        factor = cholesky(products, "The Gram matrix of the projection")
+        inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
+        for name, part in basis.items():
+            basis[name] = _applied(inverse, part)
+    return basis
+
+
+def gram_diagonal(vectors: Vectors) -> Tensor:
+    """The squared lengths of vectors held by parameter: (r,) in float64."""
+    return torch.stack([part.double().square().sum(1) for part in vectors.values()]).sum(0)
+
+
+def _applied(matrix: Tensor, part: Tensor) -> Tensor:
+    """matrix @ part in float64, stored in the part's dtype, a piece at a time."""
+    result = torch.empty_like(part)
+    for start in range(0, part.shape[1], _PIECE):
+        columns = slice(start, start + _PIECE)
+        result[:, columns] = (matrix @ part[:, columns].double()).to(part.dtype)
+    return result

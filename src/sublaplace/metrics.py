@@ -1,0 +1,293 @@
+"""Scores of predictions and of approximate covariances: tensors in, numbers out.
+
+Everything is evaluated in float64, whatever the dtype of the arguments. Covariances are taken as given: the
+observation noise σ²I, where a score needs it, is added by the caller.
+
+Shapes: n inputs, C outputs or classes, d dimensions of a joint Gaussian.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_SUM_TOLERANCE = 1e-4  # generous to the rounding of a float32 softmax over many classes, not to logits
+
+
+@dataclass(frozen=True, eq=False)
+class ReliabilityBins:
+    """Top-class confidence against accuracy in equal-width bins, each field of shape (bins,)."""
+
+    confidence: Tensor
+    """Mean top probability of the inputs in the bin, NaN where it is empty."""
+    accuracy: Tensor
+    """Share of the inputs in the bin whose top class is the target, NaN where it is empty."""
+    count: Tensor
+    """Number of inputs in the bin."""
+
+
+def kl_gaussian(
+    covariance_p: Tensor,
+    covariance_q: Tensor,
+    mean_p: Tensor | None = None,
+    mean_q: Tensor | None = None,
+) -> float:
+    """Kullback-Leibler divergence KL(N(m_p, S_p) ‖ N(m_q, S_q)) of two joint Gaussians.
+
+    ½ [Tr(S_q⁻¹ S_p) − d + (m_q − m_p)ᵀ S_q⁻¹ (m_q − m_p) + ln det S_q − ln det S_p]
+
+    Covariances are (d, d), means (d,); without means they count as equal. Cost: O(d³).
+    """
+    S_p = _square("covariance_p", covariance_p)
+    S_q = _square("covariance_q", covariance_q)
+    if S_p.ndim != 2 or S_p.shape != S_q.shape:
+        raise ValueError(
+            f"covariance_p and covariance_q must be (d, d) matrices of one size, "
+            f"not {tuple(S_p.shape)} and {tuple(S_q.shape)}"
+        )
+    if (mean_p is None) != (mean_q is None):
+        raise ValueError("give both mean_p and mean_q, or neither")
+    L_p = _cholesky("covariance_p", S_p)
+    L_q = _cholesky("covariance_q", S_q)
+    trace = torch.linalg.solve_triangular(L_q, L_p, upper=False).square().sum()
+    log_determinants = _half_log_determinant(L_q) - _half_log_determinant(L_p)
+    divergence = 0.5 * (trace - len(S_p)) + log_determinants
+    if mean_p is not None and mean_q is not None:
+        m_p, m_q = _finite("mean_p", mean_p), _finite("mean_q", mean_q)
+        for name, mean in (("mean_p", m_p), ("mean_q", m_q)):
+            if mean.shape != S_p.shape[:1]:
+                raise ValueError(f"{name} must have shape ({len(S_p)},), not {tuple(mean.shape)}")
+        divergence = divergence + 0.5 * _mahalanobis(m_q - m_p, L_q)
+    # Rounding alone can push the divergence of two equal Gaussians below zero.
+    return max(0.0, divergence.item())
+
+
+def kl_categorical(p: Tensor, q: Tensor, reduction: Literal["mean", "sum"] = "mean") -> float:
+    """Kullback-Leibler divergence of categorical predictives (n, C), mean or sum over the inputs.
+
+    KL(p ‖ q) = Σ_c p_c ln(p_c / q_c), with 0 ln 0 = 0 and q clipped at the smallest normal float64, so that
+    the result is finite. Cost: O(nC).
+    """
+    P, Q = _probabilities("p", p), _probabilities("q", q)
+    if P.shape != Q.shape:
+        raise ValueError(f"p and q must have one shape, not {tuple(P.shape)} and {tuple(Q.shape)}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
+    # A float32 softmax sums to one only up to 1e-7, which would show in small divergences.
+    P, Q = P / P.sum(-1, keepdim=True), Q / Q.sum(-1, keepdim=True)
+    terms = torch.xlogy(P, P) - torch.xlogy(P, Q.clamp_min(torch.finfo(Q.dtype).tiny))
+    total = max(0.0, terms.sum().item())
+    return total / len(P) if reduction == "mean" else total
+
+
+def log_trace(covariance: Tensor) -> float:
+    """Logarithm of the total trace, ln Σ_i Tr Σ_i, of covariances (..., C, C); −inf where the trace is zero.
+
+    Cost: O(nC).
+    """
+    trace = _square("covariance", covariance).diagonal(dim1=-2, dim2=-1).sum().item()
+    if trace < 0:
+        raise ValueError(f"covariance has the negative trace {trace:g}: it is not a covariance")
+    return math.log(trace) if trace > 0 else -math.inf
+
+
+def relative_error(approximate: Tensor, exact: Tensor) -> float:
+    """Frobenius distance ‖approximate − exact‖_F / ‖exact‖_F over all entries jointly.
+
+    Cost: linear in the number of entries.
+    """
+    A, E = _finite("approximate", approximate), _finite("exact", exact)
+    if A.shape != E.shape:
+        raise ValueError(
+            f"approximate and exact must have one shape, not {tuple(A.shape)} and {tuple(E.shape)}"
+        )
+    norm = torch.linalg.vector_norm(E).item()
+    if norm == 0:
+        raise ValueError("exact is zero everywhere: the relative error is undefined")
+    return torch.linalg.vector_norm(A - E).item() / norm
+
+
+def nll(prediction: Tensor, targets: Tensor, covariance: Tensor | None = None) -> float:
+    """Mean negative log-likelihood −ln p(y|x) of a classification or, with a covariance, a regression.
+
+    Classification: `prediction` holds probabilities (n, C), `targets` class indices (n,);
+    −(1/n) Σ_i ln p_{i,y_i}, infinite where a class that occurred was given probability zero. Cost: O(nC).
+
+    Regression: `prediction` holds means (n, C), `targets` is (n, C) and `covariance` (n, C, C) is that of the
+    whole predictive, noise included; −(1/n) Σ_i ln N(y_i | m_i, S_i). Cost: O(nC³).
+    """
+    if covariance is None:
+        probabilities, labels = _classification("prediction", prediction, targets)
+        return -probabilities.gather(1, labels[:, None]).log().mean().item()
+    residuals, L = _regression("prediction", prediction, covariance, targets)
+    constant = 0.5 * residuals.shape[1] * math.log(2 * math.pi)
+    return (0.5 * _mahalanobis(residuals, L) + _half_log_determinant(L)).mean().item() + constant
+
+
+def reliability_bins(probabilities: Tensor, targets: Tensor, bins: int = 19) -> ReliabilityBins:
+    """Confidence, accuracy and count of the top-class predictions in equal-width bins of [0, 1].
+
+    `probabilities` is (n, C), `targets` (n,). Bin b holds the top probabilities in (b/bins, (b+1)/bins], the
+    first one also 0. Cost: O(n (C + log bins)).
+    """
+    P, labels = _classification("probabilities", probabilities, targets)
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, not {bins}")
+    confidence, top_class = P.max(dim=1)
+    inner_edges = torch.linspace(0, 1, bins + 1, dtype=P.dtype, device=P.device)[1:-1]
+    bin_of_input = torch.bucketize(confidence, inner_edges)
+    count = torch.bincount(bin_of_input, minlength=bins)
+    correct = (top_class == labels).to(P.dtype)
+    # An empty bin gives 0 / 0 = NaN, as documented.
+    return ReliabilityBins(
+        confidence=torch.bincount(bin_of_input, confidence, minlength=bins) / count,
+        accuracy=torch.bincount(bin_of_input, correct, minlength=bins) / count,
+        count=count,
+    )
+
+
+def ece(probabilities: Tensor, targets: Tensor, bins: int = 19) -> float:
+    """Expected calibration error Σ_b (n_b / n) |accuracy_b − confidence_b| of the top class.
+
+    Bins as in `reliability_bins`; `probabilities` is (n, C), `targets` (n,). Cost: O(n (C + log bins)).
+    """
+    diagram = reliability_bins(probabilities, targets, bins)
+    gap = (diagram.accuracy - diagram.confidence).abs()
+    # Empty bins are NaN and weigh nothing.
+    return (diagram.count * gap).nansum().item() / len(targets)
+
+
+def brier(probabilities: Tensor, targets: Tensor) -> float:
+    """Brier score (1/n) Σ_i Σ_c (p_ic − [c = y_i])², mean over the data of the sum over classes, in [0, 2].
+
+    `probabilities` is (n, C), `targets` (n,). Cost: O(nC).
+    """
+    P, labels = _classification("probabilities", probabilities, targets)
+    one_hot = torch.nn.functional.one_hot(labels, P.shape[1])
+    return (P - one_hot).square().sum(dim=1).mean().item()
+
+
+def coverage(mean: Tensor, covariance: Tensor, targets: Tensor, level: float = 0.9) -> float:
+    """Share of the targets inside the `level` ellipsoid of a Gaussian predictive.
+
+    A target counts where (y − m)ᵀ S⁻¹ (y − m) ≤ q, q the `level` quantile of the chi-square distribution with
+    C degrees of freedom. `mean` and `targets` are (n, C), `covariance` (n, C, C) with the noise.
+    Cost: O(nC³).
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, not {level}")
+    residuals, L = _regression("mean", mean, covariance, targets)
+    inside = _mahalanobis(residuals, L) <= _chi_square_quantile(level, residuals.shape[1])
+    return inside.double().mean().item()
+
+
+def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
+    """Area under the ROC curve: the share of (positive, negative) pairs in which the positive scores higher.
+
+    P(s⁺ > s⁻) + ½ P(s⁺ = s⁻) over two one-dimensional sets of scores, which may be infinite but not NaN.
+    Cost: O(n log n).
+    """
+    for name, scores in (("scores_positive", scores_positive), ("scores_negative", scores_negative)):
+        if scores.ndim != 1 or len(scores) == 0:
+            raise ValueError(f"{name} must be a non-empty vector, not of shape {tuple(scores.shape)}")
+        if scores.isnan().any():
+            raise ValueError(f"{name} contains NaN")
+    positive = _double(scores_positive)
+    negative = _double(scores_negative).sort().values
+    below = torch.searchsorted(negative, positive)
+    not_above = torch.searchsorted(negative, positive, right=True)
+    return 0.5 * (below + not_above).double().mean().item() / len(negative)
+
+
+def _chi_square_quantile(level: float, degrees: int) -> float:
+    """The q with P(χ²_degrees ≤ q) = γ(degrees/2, q/2) = level, by bisection to float64 precision."""
+    shape = torch.tensor(degrees / 2, dtype=torch.float64)
+
+    def distribution(q: float) -> float:
+        return torch.special.gammainc(shape, torch.tensor(q / 2, dtype=torch.float64)).item()
+
+    low, high = 0.0, float(degrees)
+    while distribution(high) < level:
+        low, high = high, 2 * high
+    while True:
+        middle = 0.5 * (low + high)
+        if not low < middle < high:  # no float lies between them any more
+            return high
+        low, high = (middle, high) if distribution(middle) < level else (low, middle)
+
+
+def _mahalanobis(residuals: Tensor, L: Tensor) -> Tensor:
+    """Squared distances rᵀ (L Lᵀ)⁻¹ r of residuals (..., C) for lower triangular L (..., C, C)."""
+    return torch.linalg.solve_triangular(L, residuals[..., None], upper=False).square().sum(dim=(-2, -1))
+
+
+def _half_log_determinant(L: Tensor) -> Tensor:
+    """½ ln det(L Lᵀ) of lower triangular L (..., C, C)."""
+    return L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _cholesky(name: str, matrix: Tensor) -> Tensor:
+    L, info = torch.linalg.cholesky_ex(matrix)
+    if info.any():
+        raise ValueError(f"{name} is not positive definite: was the noise σ²I added?")
+    return L
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64)
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} contains NaN or infinity")
+    return _double(tensor)
+
+
+def _square(name: str, covariance: Tensor) -> Tensor:
+    if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
+        raise ValueError(f"{name} must be square in its last two dimensions, not {tuple(covariance.shape)}")
+    return _finite(name, covariance)
+
+
+def _probabilities(name: str, probabilities: Tensor) -> Tensor:
+    if probabilities.ndim != 2 or probabilities.numel() == 0:
+        raise ValueError(f"{name} must be a non-empty (n, C) matrix, not {tuple(probabilities.shape)}")
+    P = _finite(name, probabilities)
+    if (P < 0).any() or ((P.sum(dim=1) - 1).abs() > _SUM_TOLERANCE).any():
+        raise ValueError(f"{name} must hold probabilities, not negative and summing to one: are they logits?")
+    return P
+
+
+def _classification(name: str, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Checked float64 probabilities (n, C) and int64 labels (n,) on one device."""
+    P = _probabilities(name, probabilities)
+    n, C = P.shape
+    if targets.shape != (n,):
+        raise ValueError(f"targets must have shape ({n},) to match {name}, not {tuple(targets.shape)}")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(f"targets must be integer class indices, not {targets.dtype}")
+    labels = targets.to(P.device, torch.int64)
+    if labels.min() < 0 or labels.max() >= C:
+        raise ValueError(
+            f"targets must lie in 0..{C - 1} for {C} classes, "
+            f"but range over {labels.min().item()}..{labels.max().item()}"
+        )
+    return P, labels
+
+
+def _regression(name: str, mean: Tensor, covariance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals (n, C) and Cholesky factors (n, C, C) of the covariances, all checked."""
+    if mean.ndim != 2 or mean.numel() == 0:
+        raise ValueError(f"{name} must be a non-empty (n, C) matrix, not {tuple(mean.shape)}")
+    n, C = mean.shape
+    # Without these checks (n,) targets would broadcast against (n, 1) means to a wrong (n, n).
+    if targets.shape != (n, C):
+        raise ValueError(f"targets must have shape ({n}, {C}) to match {name}, not {tuple(targets.shape)}")
+    if covariance.shape != (n, C, C):
+        raise ValueError(
+            f"covariance must have shape ({n}, {C}, {C}) to match {name}, not {tuple(covariance.shape)}"
+        )
+    residuals = _finite("targets", targets) - _finite(name, mean)
+    return residuals, _cholesky("covariance", _finite("covariance", covariance))

@@ -40,7 +40,7 @@ bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 
 clean:  ## remove caches and build products
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path '*/.venv*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment as well
 	rm -rf $(VENV)

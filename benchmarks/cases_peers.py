@@ -1,8 +1,8 @@
 """The peers' side of the benchmark: laplace-torch with its backends, curvlinops alone, and the authors' way.
 
-"Authors" is a re-write of the whole-batch procedure of the paper's code, not that code (which needs CUDA): the
-Jacobian of a batch by one ``torch.func.jacrev`` with respect to a flat parameter vector, everything else dense.
-Each batch size is the fastest of those that ``sweep_batch_sizes.py`` tries, so a peer is shown at its best.
+"Authors" is a re-write of the whole-batch procedure of the paper's code, not that code (which needs CUDA):
+the Jacobian of a batch by one ``torch.func.jacrev`` with respect to a flat parameter vector, everything else
+dense. Each batch size is the fastest of those that ``sweep_batch_sizes.py`` tries: peers are shown at their best.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from laplace import Laplace
 from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsGGN
 from laplace.utils.matrix import KronDecomposed
+from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSPACE_DIMENSION, Setup
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
-
-from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSPACE_DIMENSION, Setup
 
 BACKENDS: dict[str, type[CurvatureInterface]] = {
     "curvlinops": CurvlinopsGGN,
@@ -81,9 +80,8 @@ def laplace_prediction(backend: type[CurvatureInterface]) -> Callable[[int], Set
     def factory(batch_size: int) -> Setup:
         def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
             posterior = _fitted_kfac(network, backend, inputs, targets)
-            return lambda: torch.cat(
-                [posterior(batch, pred_type="glm", link_approx="probit") for batch in inputs.split(batch_size)]
-            )
+            batches = inputs.split(batch_size)
+            return lambda: torch.cat([posterior(x, pred_type="glm", link_approx="probit") for x in batches])
 
         return setup
 
@@ -161,9 +159,9 @@ def authors_prediction(batch_size: int) -> Setup:
         @torch.no_grad()
         def predict(batch: Tensor) -> Tensor:
             outputs = network(batch)
-            columns = torch.linalg.solve_triangular(root, (_jacobian(network, batch) @ projection).T, upper=False)
-            variances = columns.square().sum(0).view_as(outputs)
-            return torch.softmax(outputs / torch.sqrt(1 + torch.pi / 8 * variances), dim=1)
+            JP = _jacobian(network, batch) @ projection
+            variances = torch.linalg.solve_triangular(root, JP.T, upper=False).square().sum(0)
+            return torch.softmax(outputs / torch.sqrt(1 + torch.pi / 8 * variances.view_as(outputs)), dim=1)
 
         return lambda: torch.cat([predict(batch) for batch in inputs.split(batch_size)])
 
@@ -184,16 +182,16 @@ def _laplace(network: nn.Module, backend: type[CurvatureInterface], structure: s
 
 
 def _fitted_kfac(
-    network: nn.Module, backend: type[CurvatureInterface], inputs: Tensor, targets: Tensor, batch_size: int = 10
+    network: nn.Module, backend: type[CurvatureInterface], inputs: Tensor, targets: Tensor
 ) -> ParametricLaplace:
     dataset = TensorDataset(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS])
     posterior = _laplace(network, backend, "kron")
-    posterior.fit(DataLoader(dataset, batch_size))
+    posterior.fit(DataLoader(dataset, batch_size=10))
     return posterior
 
 
 def _jacobian(network: nn.Module, inputs: Tensor) -> Tensor:
-    """J of the whole batch (nC, p), by one reverse pass for all of its outputs with respect to flat parameters."""
+    """J of the whole batch (nC, p), by one vectorised reverse pass with respect to flat parameters."""
     parameters = dict(network.named_parameters())
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
     sizes = [parameter.numel() for parameter in parameters.values()]
@@ -219,10 +217,10 @@ def _reduced_precision(network: nn.Module, inputs: Tensor, projection: Tensor, b
     """PᵀΛP (s, s): Σ (VᵀP)ᵀ(VᵀP) + λ PᵀP, with V = Jᵀ R and R = diag √φ − φ √φᵀ."""
     reduced = PRIOR_PRECISION * projection.T @ projection
     for batch in inputs.split(batch_size):
-        probabilities = torch.softmax(network(batch), dim=1)
-        roots = torch.diag_embed(probabilities.sqrt()) - probabilities[:, :, None] * probabilities.sqrt()[:, None]
-        J = _jacobian(network, batch).unflatten(0, probabilities.shape)
-        VP = (roots.mT @ (J @ projection)).flatten(0, 1)
+        phi = torch.softmax(network(batch), dim=1)
+        R = torch.diag_embed(phi.sqrt()) - phi[:, :, None] * phi.sqrt()[:, None, :]
+        J = _jacobian(network, batch).unflatten(0, phi.shape)
+        VP = (R.mT @ (J @ projection)).flatten(0, 1)
         reduced += VP.T @ VP
     return reduced
 

@@ -1,6 +1,6 @@
 """Make the virtual environment in which sublaplace and its peers are measured side by side.
 
-Run ``python benchmarks/make_environment.py``. Running it again does nothing unless the requirements have changed.
+Run ``python benchmarks/make_environment.py``. Again, it does nothing unless the requirements have changed.
 """
 
 from __future__ import annotations

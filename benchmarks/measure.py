@@ -1,7 +1,8 @@
-"""Measure one case in this process and print the result as one line of JSON. Linux only (peak memory from /proc).
+"""Measure one case in this process and print the result as one line of JSON. Linux only (memory from /proc).
 
-A probe on a few inputs warms up and foretells the duration. A case that would take longer than MAXIMUM_SECONDS is
-measured on fewer inputs; its seconds are then scaled to all inputs, and the result is marked as extrapolated.
+A probe on a few inputs warms up and foretells the duration. A case that would take longer than MAXIMUM_SECONDS
+is measured on the probe's inputs only; its seconds are scaled to all inputs, and the result is marked as
+extrapolated. That is done only where the cost is proportional to the inputs, so never with a projector.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from networks import NETWORKS, build, fashion_mnist
 from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, Setup
+from torch import Tensor, nn
 
 MAXIMUM_SECONDS = 120.0
 REPETITION_SECONDS = 10.0  # repeat until this much time is used up, or the repetitions asked for are done
-MEMORY_LIMIT = 16 * 2**30  # of address space: running out of memory then is an error, not a crash of the machine
+MEMORY_LIMIT = 16 * 2**30  # bytes of address space: running out of memory is then an error, not a crash
 
 
 def find_case(name: str, batch_size: int | None) -> Setup:
@@ -51,7 +51,8 @@ def memory(field: str) -> float:
     raise KeyError(field)
 
 
-def reset_peak_memory() -> None:
+def release_memory() -> None:
+    """Return freed memory to the system and let the peak start anew from what is left."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -63,8 +64,11 @@ def duration(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, repetitions: int) -> dict[str, Any]:
+def measure(
+    setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, repetitions: int, proportional: bool
+) -> dict[str, Any]:
     """Seconds of each repetition for all inputs, and the peak memory beyond that before the setup, in MB."""
+    release_memory()
     baseline = memory("VmRSS")
 
     def prepared(count: int) -> Callable[[], Any]:
@@ -74,10 +78,10 @@ def measure(setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, r
     probe = prepared(probe_size)
     foretold = duration(probe) / probe_size * len(inputs)
     del probe
-    extrapolated = foretold > MAXIMUM_SECONDS
+    extrapolated = proportional and foretold > MAXIMUM_SECONDS
     count = probe_size if extrapolated else len(inputs)
     run = prepared(count)
-    reset_peak_memory()
+    release_memory()
     if foretold < REPETITION_SECONDS:
         run()
     seconds: list[float] = []
@@ -108,7 +112,8 @@ def main() -> None:
     result = vars(arguments)
     try:
         setup = find_case(arguments.case, arguments.batch_size)
-        result |= measure(setup, network, inputs, targets, arguments.repetitions)
+        proportional = "projector" not in arguments.case
+        result |= measure(setup, network, inputs, targets, arguments.repetitions, proportional)
     except Exception as error:  # a peer's refusal is a result too, whatever its type
         result["error"] = f"{type(error).__name__}: {error}"
     json.dump(result, sys.stdout)

@@ -1,0 +1,35 @@
+"""Honest uncertainty for trained PyTorch networks: the Laplace approximation in a subspace of their parameters."""
+
+from sublaplace import metrics
+from sublaplace.jacobians import Jacobian, Jacobians, Linearization
+from sublaplace.laplace import PROJECTORS, SubspaceLaplace
+from sublaplace.likelihoods import Categorical, Gaussian
+from sublaplace.posterior import SubspacePosterior
+from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision, isotropic_precision
+from sublaplace.predictive import Prediction
+from sublaplace.projection import Basis, Subset
+from sublaplace.projectors.context import ProjectorContext
+from sublaplace.projectors.low_rank import low_rank
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "PROJECTORS",
+    "Basis",
+    "BlockPrecision",
+    "Categorical",
+    "DensePrecision",
+    "DualPrecision",
+    "Gaussian",
+    "Jacobian",
+    "Jacobians",
+    "Linearization",
+    "Prediction",
+    "ProjectorContext",
+    "Subset",
+    "SubspaceLaplace",
+    "SubspacePosterior",
+    "isotropic_precision",
+    "low_rank",
+    "metrics",
+]

@@ -100,9 +100,7 @@ def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """
     A, E = _finite("approximate", approximate), _finite("exact", exact)
     if A.shape != E.shape:
-        raise ValueError(
-            f"approximate and exact must have one shape, not {tuple(A.shape)} and {tuple(E.shape)}"
-        )
+        raise ValueError(f"approximate and exact must have one shape, not {tuple(A.shape)} and {tuple(E.shape)}")
     norm = torch.linalg.vector_norm(E).item()
     if norm == 0:
         raise ValueError("exact is zero everywhere: the relative error is undefined")
@@ -286,8 +284,6 @@ def _regression(name: str, mean: Tensor, covariance: Tensor, targets: Tensor) ->
     if targets.shape != (n, C):
         raise ValueError(f"targets must have shape ({n}, {C}) to match {name}, not {tuple(targets.shape)}")
     if covariance.shape != (n, C, C):
-        raise ValueError(
-            f"covariance must have shape ({n}, {C}, {C}) to match {name}, not {tuple(covariance.shape)}"
-        )
+        raise ValueError(f"covariance must have shape ({n}, {C}, {C}) to match {name}, not {tuple(covariance.shape)}")
     residuals = _finite("targets", targets) - _finite(name, mean)
     return residuals, _cholesky("covariance", _finite("covariance", covariance))

@@ -2,6 +2,15 @@
 
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock, SumBlock
 from sublaplace.jacobians.jacobian import Jacobian
-from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.linearization import Jacobians, Linearization
 
-__all__ = ["Block", "EmbeddingBlock", "Jacobian", "Linearization", "OuterBlock", "RowBlock", "SumBlock"]
+__all__ = [
+    "Block",
+    "EmbeddingBlock",
+    "Jacobian",
+    "Jacobians",
+    "Linearization",
+    "OuterBlock",
+    "RowBlock",
+    "SumBlock",
+]

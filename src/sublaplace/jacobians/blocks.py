@@ -151,9 +151,7 @@ class OuterBlock:
         group, rest = indices // (O * fan_in), indices % (O * fan_in)
         first, second = rest // inner, rest % inner
         output, source = (second, first) if self.transposed else (first, second)
-        return torch.einsum(
-            "nkmt,nmt->nkm", self.gradients[:, :, group, output], self.inputs[:, group, source]
-        )
+        return torch.einsum("nkmt,nmt->nkm", self.gradients[:, :, group, output], self.inputs[:, group, source])
 
     def rotated(self, into_inputs: Tensor | None, into_outputs: Tensor) -> "OuterBlock":
         """The block in other bases: a → Q_inᵀ a, g → Q_outᵀ g, with bases (G, I, I) and (G, O, O)."""
@@ -162,18 +160,24 @@ class OuterBlock:
         g = torch.einsum("gop,nkgot->nkgpt", into_outputs, self.gradients)
         return OuterBlock(a, g, self.transposed)
 
-    def kronecker_sums(self) -> tuple[Tensor, Tensor, int]:
-        """Σ_{n,t} a aᵀ (G, I, I), Σ_{n,k,t} g gᵀ (G, O, O) and the number of (n, t): KFAC's expand setting."""
-        n, K, G, O, T = self.gradients.shape
+    def input_moment(self) -> Tensor:
+        """Σ_{n,t} a aᵀ: (G, I, I)."""
         a = self.inputs.permute(1, 2, 0, 3).flatten(2)
+        return a @ a.transpose(-1, -2)
+
+    def gradient_moment(self) -> Tensor:
+        """Σ_{n,k,t} g gᵀ: (G, O, O)."""
         g = self.gradients.permute(2, 3, 0, 1, 4).flatten(2)
-        return a @ a.transpose(-1, -2), g @ g.transpose(-1, -2), n * T
+        return g @ g.transpose(-1, -2)
+
+    @property
+    def num_positions(self) -> int:
+        """How many inputs a the moments sum over: n·T."""
+        return self.inputs.shape[0] * self.positions
 
     def reduced(self) -> "OuterBlock":
         """Inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
-        return OuterBlock(
-            self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed
-        )
+        return OuterBlock(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ class EmbeddingBlock:
         return self.gradients.flatten(2) @ table.flatten(2).permute(1, 2, 0)
 
     def transpose_matmul(self, weights: Tensor) -> Tensor:
-        n, K, T, D = self.gradients.shape
+        n, _, T, D = self.gradients.shape
         r = weights.shape[2]
         weighted = (weights.transpose(1, 2) @ self.gradients.flatten(2)).view(n, r, T, D)
         table = weighted.new_zeros(r, self.num_rows, D)
@@ -225,11 +229,18 @@ class EmbeddingBlock:
         assert into_inputs is None
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.num_rows)
 
-    def kronecker_sums(self) -> tuple[Tensor, Tensor, int]:
-        """As `OuterBlock.kronecker_sums`; Σ a aᵀ is diagonal, so its diagonal alone, (1, I)."""
-        counts = torch.bincount(self.indices.flatten(), minlength=self.num_rows)
+    def input_moment(self) -> Tensor:
+        """The diagonal of Σ a aᵀ, which is diagonal: how often each row is used, (1, I)."""
+        return torch.bincount(self.indices.flatten(), minlength=self.num_rows).to(self.gradients)[None]
+
+    def gradient_moment(self) -> Tensor:
+        """Σ_{n,k,t} g gᵀ: (1, D, D)."""
         g = self.gradients.flatten(0, 2)
-        return counts.to(g)[None], (g.T @ g)[None], self.indices.numel()
+        return (g.T @ g)[None]
+
+    @property
+    def num_positions(self) -> int:
+        return self.indices.numel()
 
 
 @dataclass(frozen=True)
@@ -258,18 +269,21 @@ class SumBlock:
         return torch.stack([part.columns(indices) for part in self.parts]).sum(0)
 
 
-def summed(blocks: list[Block]) -> Block:
-    """One block for all uses of a parameter: outer blocks of one form side by side along T, else a sum."""
+def summed(blocks: list[Block], joined: dict[tuple[int, ...], Tensor]) -> Block:
+    """One block for all uses of a parameter: outer blocks of one form side by side along T, else a sum.
+
+    `joined` remembers gradients that were put side by side, so that the weight and the bias of a map share them.
+    """
     if len(blocks) == 1:
         return blocks[0]
     outer = [b for b in blocks if isinstance(b, OuterBlock)]
     same_form = len({(b.inputs.shape[1:3], b.gradients.shape[3], b.transposed) for b in outer}) == 1
     if len(outer) == len(blocks) and same_form:
-        return OuterBlock(
-            torch.cat([b.inputs for b in outer], dim=-1),
-            torch.cat([b.gradients for b in outer], dim=-1),
-            outer[0].transposed,
-        )
+        parts = [b.gradients for b in outer]
+        key = tuple(part.data_ptr() for part in parts)
+        if key not in joined:
+            joined[key] = torch.cat(parts, dim=-1)
+        return OuterBlock(torch.cat([b.inputs for b in outer], dim=-1), joined[key], outer[0].transposed)
     tables = [b for b in blocks if isinstance(b, EmbeddingBlock)]
     if len(tables) == len(blocks):
         return EmbeddingBlock(

@@ -1,8 +1,11 @@
 """What a network does with its parameters, seen at the functional calls.
 
-A `Capture` is active during a forward pass and recognises the calls that use a parameter in a way with structure (linear
-maps, convolutions, embeddings, norms, scales and shifts). Calls, not modules, are watched, because functional use, attention
-projections and tied weights never reach a module's hooks. Any other use makes the parameter `unusual`: it goes through the
+A `Capture` is active during a forward pass and recognises the calls that use a parameter in a way with structure
+(linear
+maps, convolutions, embeddings, norms, scales and shifts). Calls, not modules, are watched, because functional use,
+attention
+projections and tied weights never reach a module's hooks. Any other use makes the parameter `unusual`: it goes
+through the
 general path (`general.py`).
 """
 
@@ -204,10 +207,8 @@ def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use 
 
         def reduce(g: Tensor) -> Tensor:
             """(n, K, …) → (n, K, size): what is not a dimension of the parameter is summed."""
-            if trailing:
-                dims = tuple(range(2, g.ndim - keep))
-            else:
-                dims = (2, *range(4, g.ndim))  # (n, K, M, channels, *spatial)
+            # Without `trailing` the channels follow the batch: (n, K, M, channels, *spatial).
+            dims = tuple(range(2, g.ndim - keep)) if trailing else (2, *range(4, g.ndim))
             return (g.sum(dims) if dims else g).flatten(2)
 
         def build_scale(x: Tensor, gradients: Tensor) -> Block:
@@ -233,9 +234,7 @@ _NORM_ARGUMENTS: dict[Callable[..., Tensor], tuple[str, ...]] = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    F.batch_norm: (
-        *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    ),
+    F.batch_norm: (*("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),),
     F.instance_norm: (
         *("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
     ),
@@ -346,8 +345,10 @@ def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
 class Capture(TorchFunctionMode):
     """Records every structured use of the given parameters during one forward pass.
 
-    expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a batch
-    dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the calls' outputs, for probing.
+    expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a
+    batch
+    dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the calls'
+    outputs, for probing.
     """
 
     parameters: Mapping[int, str]  # id of a parameter → its name
@@ -367,9 +368,7 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         rule = RULES.get(func)
         use = rule(args, kwargs) if rule else None
-        if use is not None and {id(t) for t in used} == {
-            id(p) for p, _ in use.builders if id(p) in self.parameters
-        }:
+        if use is not None and {id(t) for t in used} == {id(p) for p, _ in use.builders if id(p) in self.parameters}:
             return self._record(getattr(func, "__name__", str(func)), use)
         if isinstance(func, types.FunctionType) and func.__module__ == "torch.nn.functional":
             with self:

@@ -1,5 +1,6 @@
 """A trained network and its Jacobian: the engine that everything else runs on."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ from sublaplace.parameters import ParameterLayout, borrowed
 
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
 """The calls of a forward pass, in order: the function and the parameters of each."""
+
+_USEFUL_CHUNK = 128 * 2**20  # bytes; larger chunks leave the caches and are not faster
+
+Cotangents = Tensor | Callable[[Tensor], Tensor]
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -101,7 +106,7 @@ class Linearization:
 
     model: nn.Module
     forward: Callable[[nn.Module, Any], Tensor] = call_model
-    memory_budget: int = 256 * 2**20
+    memory_budget: int = 2**30
     layout: ParameterLayout = field(init=False)
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
@@ -153,33 +158,36 @@ class Linearization:
             inputs = self.to_device(inputs)
             return self._checked(self.forward(self.model, inputs), inputs)
 
-    def jacobian(self, inputs: Any, cotangents: Tensor | None = None) -> Jacobian:
-        """J of a batch; row (n, k) belongs to cotangents[n, k] (n, K, C), by default to output k."""
+    def jacobian(self, inputs: Any, cotangents: Cotangents | None = None) -> Jacobian:
+        """J of a batch; row (n, k) belongs to cotangents[n, k] (n, K, C), by default to output k.
+
+        Cotangents may also be given as a function of the outputs, which saves a forward pass.
+        """
         with self.borrowed():
             inputs = self.to_device(inputs)
             plan, capture, outputs = self._captured(inputs)
             if cotangents is None:
                 C = outputs.shape[1]
                 cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(len(outputs), C, C)
+            elif not isinstance(cotangents, Tensor):
+                cotangents = cotangents(outputs.detach())
             blocks = self._blocks(capture.calls, plan, outputs, cotangents)
             if plan.general:
                 chosen = {name: self._parameters[name] for name in plan.general}
-                rows = general_rows(
-                    self.model, self.forward, chosen, inputs, cotangents, plan.general_batched
-                )
+                rows = general_rows(self.model, self.forward, chosen, inputs, cotangents, plan.general_batched)
                 blocks |= {name: RowBlock(value.detach()) for name, value in rows.items()}
             self.passes += cotangents.shape[0] * cotangents.shape[1]
             ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
             return Jacobian(self.layout, ordered, outputs.detach(), cotangents.shape[1])
 
-    def chunks(self, inputs: Any, cotangents: Tensor | None = None) -> Iterator[Jacobian]:
+    def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
         """The Jacobians of parts of a large batch, each within the memory budget."""
         n = num_inputs(inputs)
-        rows = cotangents.shape[1] if cotangents is not None else None
-        step = self.chunk_size(inputs, rows)
+        step = self.chunk_size(inputs, cotangents.shape[1] if isinstance(cotangents, Tensor) else None)
         for start in range(0, n, step):
             part = slice(start, start + step)
-            yield self.jacobian(select(inputs, part), None if cotangents is None else cotangents[part])
+            chosen = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
+            yield self.jacobian(select(inputs, part), chosen)
 
     def chunk_size(self, inputs: Any, rows: int | None = None) -> int:
         """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once."""
@@ -191,7 +199,12 @@ class Linearization:
         largest = max(self.layout.sizes.values())
         general = sum(self.layout.sizes[name] for name in plan.general)
         elements = rows * (2 * plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements
-        return max(1, int(self.memory_budget / max(1, elements * self.dtype.itemsize)))
+        budget = min(self.memory_budget, _USEFUL_CHUNK)
+        return max(1, int(budget / max(1, elements * self.dtype.itemsize)))
+
+    def num_outputs(self, inputs: Any) -> int:
+        """C."""
+        return self.outputs(select(inputs, slice(0, 1))).shape[1]
 
     def unusual_parameters(self) -> dict[str, str]:
         """The parameters that took the general path, with the reason."""
@@ -268,7 +281,8 @@ class Linearization:
         axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
         plan = Plan(axes, frozenset(), dict(first.unusual))
         unbatched = frozenset(
-            k for k, (call, other) in enumerate(zip(first.calls, second.calls, strict=True))
+            k
+            for k, (call, other) in enumerate(zip(first.calls, second.calls, strict=True))
             if call.output_shape == other.output_shape
         )
         if unbatched:
@@ -348,7 +362,8 @@ class Linearization:
         """Whether the vectorised general path works for this network and gives the right gradients."""
         chosen = {name: self._parameters[name] for name in plan.general}
         try:
-            rows = general_rows(self.model, self.forward, chosen, inputs, u.unsqueeze(1), batched=True)
+            with warnings.catch_warnings(action="ignore"):  # a slow fallback inside vmap is measured, not announced
+                rows = general_rows(self.model, self.forward, chosen, inputs, u.unsqueeze(1), batched=True)
         except Exception:  # vmap raises whatever the network's operations raise; the plain loop handles them all
             return False
         tolerance = self._tolerance
@@ -391,7 +406,36 @@ class Linearization:
                 for name, build in call.builders:
                     if name not in plan.general:
                         found.setdefault(name, []).append(build(source, gradients_in_front))
-            return {name: summed(blocks) for name, blocks in found.items()}
+            joined: dict[tuple[int, ...], Tensor] = {}
+            return {name: summed(blocks, joined) for name, blocks in found.items()}
+
+
+@dataclass(frozen=True)
+class Jacobians:
+    """The Jacobian of a set of inputs (with respect to all outputs), chunk by chunk; may be run through repeatedly."""
+
+    linearization: Linearization
+    inputs: Any
+
+    def __iter__(self) -> Iterator[Jacobian]:
+        return self.linearization.chunks(self.inputs)
+
+    @property
+    def num_rows(self) -> int:
+        """n·C."""
+        return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
+
+    @property
+    def memory_budget(self) -> int:
+        return self.linearization.memory_budget
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linearization.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.linearization.device
 
 
 def _signature(calls: list[Call]) -> Signature:

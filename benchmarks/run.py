@@ -1,0 +1,188 @@
+"""The benchmark: sublaplace beside its peers, on random and on trained weights.
+
+Run ``python benchmarks/run.py`` with Python 3.11 or later. It makes the environment if that is missing, measures
+every case in a process of its own, ours and the peers' in turn and in several rounds, prints the ratios
+ours / peer, and after a complete run writes RESULTS.md. Other work on the machine distorts the timings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from make_environment import make_environment
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "RESULTS.md"
+NETWORKS = ["peers-cnn", "paper-cnn"]
+WEIGHTS = ["random", "trained"]
+
+# What each of our cases stands beside; the subspace prediction also beside predictions over all weights.
+COMPARED_TASKS = {
+    "kfac-fit": ["kfac-fit", "kfac-factors"],
+    "diagonal-fit": ["diagonal-fit"],
+    "kfac-prediction": ["kfac-prediction"],
+    "subspace-prediction": ["kfac-prediction", "subspace-prediction"],
+    "projector-and-posterior": ["projector-and-posterior"],
+    "projector-and-posterior-with-kfac": ["projector-and-posterior-with-kfac"],
+}
+
+Measurement = dict[str, Any]
+Setting = tuple[str, str]  # network, weights
+
+
+def measured(python: Path, case: str, **options: str | int) -> Measurement:
+    """Measure one case in a fresh process; a process that dies is a result too."""
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    process = subprocess.run([python, "measure.py", case, *arguments], cwd=HERE, capture_output=True, text=True)
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines() or ["no message"]
+        return {"case": case, "error": f"process ended with code {process.returncode}: {lines[-1]}"}
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def description(python: Path) -> dict[str, Any]:
+    process = subprocess.run([python, "describe.py"], cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def interleaved(cases: Iterable[str]) -> list[str]:
+    """Cases of one task next to each other, ours first, so that a change of load meets them all alike."""
+    return sorted(cases, key=lambda case: (task(case), not case.startswith("sublaplace/"), case))
+
+
+def task(case: str) -> str:
+    return case.rsplit("/", 1)[1]
+
+
+def milliseconds(rounds: list[Measurement]) -> list[float]:
+    """Milliseconds an input, of every repetition of every round."""
+    return [1000 * second / one["inputs"] for one in rounds for second in one["seconds"]]
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.3g} – {statistics.median(values):.3g} – {max(values):.3g}"
+
+
+def ratios(ours: list[Measurement], peers: list[Measurement]) -> list[float]:
+    """Ours / peer, from the medians of each round."""
+    return [
+        statistics.median(one["seconds"]) / statistics.median(other["seconds"])
+        for one, other in zip(ours, peers, strict=True)
+    ]
+
+
+def short(message: str, length: int = 160) -> str:
+    line = " ".join(message.split()).replace("|", "\\|")
+    return line if len(line) <= length else line[:length] + " …"
+
+
+def case_table(results: dict[str, list[Measurement]]) -> list[str]:
+    lines = ["| case | ms an input: min – median – max | peak memory, MB | |", "|---|---|---|---|"]
+    for case, rounds in results.items():
+        if "error" in rounds[-1]:
+            lines.append(f"| {case} | – | – | {short(rounds[-1]['error'])} |")
+            continue
+        memory = statistics.median(one["peak_memory_mb"] for one in rounds)
+        extrapolated = [one for one in rounds if one["extrapolated"]]
+        note = f"extrapolated from {extrapolated[0]['measured_inputs']} inputs" if extrapolated else ""
+        lines.append(f"| {case} | {spread(milliseconds(rounds))} | {memory:.0f} | {note} |")
+    return lines
+
+
+def ratio_table(results: dict[str, list[Measurement]]) -> list[str]:
+    lines = ["| ours | peer | time ours / peer: min – median – max | memory |", "|---|---|---|---|"]
+    finished = {case: rounds for case, rounds in results.items() if "error" not in rounds[-1]}
+    for ours in finished:
+        if not ours.startswith("sublaplace/"):
+            continue
+        for peer in finished:
+            if not peer.startswith("sublaplace/") and task(peer) in COMPARED_TASKS.get(task(ours), []):
+                memory = statistics.median(
+                    one["peak_memory_mb"] / other["peak_memory_mb"]
+                    for one, other in zip(finished[ours], finished[peer], strict=True)
+                )
+                time = spread(ratios(finished[ours], finished[peer]))
+                lines.append(f"| {ours} | {peer} | {time} | {memory:.2g} |")
+    return lines if len(lines) > 2 else []
+
+
+def report(
+    about: dict[str, Any], results: dict[Setting, dict[str, list[Measurement]]], inputs: int, rounds: int
+) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
+    versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
+    lines = [
+        "# Side by side with the peers",
+        "",
+        "Written by `python benchmarks/run.py`. Ratios are ours / peer: below 1, sublaplace takes less.",
+        "",
+        f"- Machine: {machine}.",
+        f"- Versions: {versions}.",
+        f"- {inputs} FashionMNIST inputs, float32, {rounds} rounds over all cases, each case in a fresh process, "
+        "repeated after a warm-up. Time ratios are taken round by round.",
+        "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "
+        "far as its result lives on.",
+        "- Peers run at the fastest batch size found by `sweep_batch_sizes.py`. `authors` is a re-write of the "
+        "way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
+        "- A case that would take over two minutes is measured on fewer inputs and marked as extrapolated.",
+        "- A case that fails stands in the table with its error. Where a peer does not fail, its curvature need "
+        "not be right: see the checks below.",
+    ]
+    for (network, weights), table in results.items():
+        lines += ["", f"## {network}, {weights} weights", "", *case_table(table)]
+        ratio_lines = ratio_table(table)
+        if ratio_lines:
+            lines += ["", *ratio_lines]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--inputs", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="one round, 200 inputs")
+    parser.add_argument("--output", type=Path, help="where to write the report of an incomplete run")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.inputs = 1, 200
+
+    python = make_environment()
+    about = description(python)
+    cases = interleaved(case for case in about["cases"] if any(part in case for part in arguments.only))
+    settings = [(network, weights) for network in arguments.networks for weights in arguments.weights]
+    results: dict[Setting, dict[str, list[Measurement]]] = defaultdict(lambda: defaultdict(list))
+    for number in range(arguments.rounds):
+        for network, weights in settings:
+            for case in cases:
+                rounds = results[network, weights][case]
+                if rounds and "error" in rounds[-1]:
+                    continue
+                one = measured(python, case, network=network, weights=weights, inputs=arguments.inputs)
+                rounds.append(one)
+                outcome = short(one["error"]) if "error" in one else spread(milliseconds([one])) + " ms an input"
+                print(f"round {number + 1}, {network}, {weights}, {case}: {outcome}", flush=True)
+
+    text = report(about, results, arguments.inputs, arguments.rounds)
+    print(text)
+    complete = (
+        settings == [(network, weights) for network in NETWORKS for weights in WEIGHTS]
+        and len(cases) == len(about["cases"])
+        and not arguments.quick
+    )
+    output = RESULTS if complete else arguments.output
+    if output:
+        output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

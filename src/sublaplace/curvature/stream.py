@@ -1,0 +1,95 @@
+"""One pass over data as Jacobians of the rows of V, where VᵀV is the GGN (up to the likelihood's scale)."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sublaplace.data import join, split_batch
+from sublaplace.jacobians import Jacobian, Linearization
+from sublaplace.jacobians.linearization import num_inputs, select
+from sublaplace.likelihoods import Gaussian, Likelihood, significant
+
+_BUFFER = 2048  # inputs among which those with equally many directions are put together
+_SMALL_GROUP = 32  # inputs below which unequal ones are padded rather than run apart
+
+
+@dataclass(frozen=True)
+class CurvatureStream:
+    """The rows R_iᵀ J_i of all training inputs, chunk by chunk; each iteration is one pass over the data.
+
+    Directions of the output Hessians that together make up less than `tolerance` of their trace are dropped: for a
+    trained
+    classifier most of them, and with each goes a backward pass. Inputs with equally many directions are put together
+    in a buffer of about 2,000, so that little is wasted on padding; an extra forward pass finds their number.
+    `every_input` keeps inputs without any direction (KFAC's input factors need them), as Jacobians with K = 0.
+    """
+
+    linearization: Linearization
+    loader: Iterable[Any]
+    likelihood: Likelihood
+    tolerance: float = 1e-8
+    progress: bool = False
+
+    def jacobians(self, what: str, every_input: bool = False) -> Iterator[Jacobian]:
+        batches = tqdm(self.loader, desc=what, disable=not self.progress, leave=False)
+        with self.linearization.borrowed():
+            if self.tolerance == 0 or isinstance(self.likelihood, Gaussian):
+                for batch in batches:
+                    inputs = self.linearization.to_device(split_batch(batch)[0])
+                    yield from self.linearization.chunks(inputs, self.likelihood.cotangents)
+                return
+            for inputs in _buffered(split_batch(batch)[0] for batch in batches):
+                yield from self._grouped(self.linearization.to_device(inputs), every_input)
+
+    def _grouped(self, inputs: Any, every_input: bool) -> Iterator[Jacobian]:
+        """The Jacobians of a buffer, inputs ordered by how many directions they need."""
+        cotangents = self.likelihood.cotangents(self._outputs(inputs))
+        counts = significant(cotangents, self.tolerance)
+        counts, order = counts.sort(stable=True)
+        start = 0 if every_input else int((counts == 0).sum())
+        while start < len(order):
+            equal = int((counts == counts[start]).sum())
+            stop = min(len(order), start + max(equal, _SMALL_GROUP))
+            stop = min(stop, start + self.linearization.chunk_size(inputs, max(1, int(counts[stop - 1]))))
+            rows = int(counts[stop - 1])
+            needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
+            kept = cotangents[order[start:stop], :rows] * needed[:, :, None]
+            yield self.linearization.jacobian(select(inputs, order[start:stop]), kept)
+            start = stop
+
+    def _outputs(self, inputs: Any) -> Tensor:
+        n = num_inputs(inputs)
+        step = max(64, self.linearization.chunk_size(inputs, 1))
+        return torch.cat([self.linearization.outputs(select(inputs, slice(i, i + step))) for i in range(0, n, step)])
+
+
+def _buffered(batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches put together to about `_BUFFER` inputs where their shapes allow it."""
+    held: list[Any] = []
+    for inputs in batches:
+        if held and sum(map(num_inputs, held)) + num_inputs(inputs) > _BUFFER:
+            yield join(held)
+            held = []
+        if held and not _same_form(held[0], inputs):
+            yield join(held)
+            held = []
+        held.append(inputs)
+    if held:
+        yield join(held)
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    def form(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(value.shape[1:]), value.dtype
+        if isinstance(value, dict):
+            return {key: form(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [form(item) for item in value]
+        return None
+
+    return bool(form(one) == form(other))

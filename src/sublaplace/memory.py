@@ -1,0 +1,46 @@
+"""How much memory there is, and a clear word before too much is asked for."""
+
+import os
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def default_budget(device: torch.device) -> int:
+    """A quarter of what is free, or 1 GiB where the system does not tell."""
+    free = available_bytes(device)
+    return 2**30 if free is None else free // 4
+
+
+def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
+    """Raises MemoryError, before anything is allocated, if `needed` bytes are not there."""
+    free = available_bytes(device)
+    if free is not None and needed > free:
+        raise MemoryError(f"{what} needs {readable(needed)}, but {readable(free)} are free on {device}. {remedy}")
+
+
+def readable(count: float) -> str:
+    """Bytes with a unit: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

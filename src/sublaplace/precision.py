@@ -1,0 +1,401 @@
+r"""Posterior precisions Λ = GGN + λI in the forms that can be inverted.
+
+`BlockPrecision` is block-diagonal over the parameters, each block diagonal, Kronecker-factored or dense; the
+isotropic, the
+diagonal and the KFAC approximation are of this form. `DensePrecision` and `DualPrecision` are exact: the p × p matrix,
+or the N·C × p rows V of Λ = VᵀV + λI where those are fewer. All give the covariance of outputs, J Λ⁻¹ Jᵀ, and
+Λ⁻¹ times vectors of parameter space.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians import Block, EmbeddingBlock, Jacobian, Jacobians, OuterBlock
+from sublaplace.linalg import cholesky
+from sublaplace.parameters import ParameterLayout, Vectors
+
+
+class Precision(Protocol):
+    """Λ, as far as projectors and predictions need it."""
+
+    @property
+    def prior_precision(self) -> float: ...
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Λ⁻¹ v for r vectors."""
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        """Λ v for r vectors."""
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """J_i Λ⁻¹ J_iᵀ for every input: (n, K, K)."""
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        """The diagonals of `covariance`: (n, K)."""
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        """J Λ⁻¹ Jᵀ over all inputs together: (nK, nK), float64."""
+
+    def log_determinant(self) -> Tensor:
+        """ln det Λ."""
+
+
+class Part(Protocol):
+    """One parameter's block of a GGN approximation; λ is added to its eigenvalues when it is used."""
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor: ...
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor: ...
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        """B (n, K, size) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ for this parameter's J."""
+
+    def covariance(self, block: Block, prior: float) -> Tensor: ...
+
+    def variance(self, block: Block, prior: float) -> Tensor: ...
+
+    def eigenvalues(self) -> Tensor: ...
+
+    def scaled(self, factor: float) -> "Part": ...
+
+
+def _inner_products(rows: Tensor) -> Tensor:
+    return rows @ rows.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class DiagonalPart:
+    """The diagonal of the GGN for one parameter; zeros make it the isotropic prior alone."""
+
+    diagonal: Tensor  # (size,)
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return vectors / (self.diagonal + prior)
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return vectors * (self.diagonal + prior)
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        return block.rows() * (self.diagonal + prior).rsqrt()
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return _inner_products(self.whiten(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self.whiten(block, prior).square().sum(2)
+
+    def eigenvalues(self) -> Tensor:
+        return self.diagonal
+
+    def scaled(self, factor: float) -> "DiagonalPart":
+        return DiagonalPart(self.diagonal * factor)
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """The exact GGN block of a small parameter, by its eigendecomposition."""
+
+    values: Tensor  # (size,)
+    vectors: Tensor  # (size, size)
+
+    @classmethod
+    def of(cls, matrix: Tensor, dtype: torch.dtype) -> "DensePart":
+        values, vectors = torch.linalg.eigh(matrix.double())
+        return cls(values.clamp_min(0).to(dtype), vectors.to(dtype))
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return (vectors @ self.vectors / (self.values + prior)) @ self.vectors.T
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return (vectors @ self.vectors * (self.values + prior)) @ self.vectors.T
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        return (block.rows() @ self.vectors) * (self.values + prior).rsqrt()
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return _inner_products(self.whiten(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self.whiten(block, prior).square().sum(2)
+
+    def eigenvalues(self) -> Tensor:
+        return self.values
+
+    def scaled(self, factor: float) -> "DensePart":
+        return replace(self, values=self.values * factor)
+
+
+@dataclass(frozen=True)
+class KroneckerPart:
+    r"""GGN ≈ G ⊗ A in eigenbases: eigenvalue (o, i) is the product of both factors' eigenvalues, λ is added exactly.
+
+    One block a group of a grouped convolution. `input_vectors` is None where A is diagonal (embeddings).
+    `transposed`: the
+    parameter is stored as (I, O).
+    """
+
+    input_values: Tensor  # (G, I)
+    input_vectors: Tensor | None  # (G, I, I)
+    output_values: Tensor  # (G, O)
+    output_vectors: Tensor  # (G, O, O)
+    transposed: bool
+
+    @property
+    def _products(self) -> Tensor:
+        """All eigenvalues, (G, O, I)."""
+        return self.output_values[:, :, None] * self.input_values[:, None, :]
+
+    def _stored(self, matrices: Tensor) -> Tensor:
+        return matrices.transpose(-1, -2) if self.transposed else matrices
+
+    def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
+        """Into the eigenbasis, times the factors, and back."""
+        shape = self._stored(factors).shape
+        maps = self._stored(vectors.view(-1, *shape))  # (r, G, O, I)
+        maps = self.output_vectors.transpose(1, 2) @ maps
+        if self.input_vectors is None:
+            maps = maps * factors
+        else:
+            maps = ((maps @ self.input_vectors) * factors) @ self.input_vectors.transpose(1, 2)
+        return self._stored(self.output_vectors @ maps).reshape(len(vectors), -1)
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return self._transformed(vectors, 1 / (self._products + prior))
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return self._transformed(vectors, self._products + prior)
+
+    def _rotated(self, block: Block) -> OuterBlock | EmbeddingBlock:
+        if not isinstance(block, OuterBlock | EmbeddingBlock):
+            raise TypeError(
+                "A parameter that was used as a linear map when the curvature was fitted is now used in another way; "
+                "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
+            )
+        return block.rotated(self.input_vectors, self.output_vectors)
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        return self._rotated(block).rows() * self._stored(self._products + prior).reshape(-1).rsqrt()
+
+    def _root(self, block: Block, prior: float) -> Tensor:
+        """B (n, K, ·) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ, as narrow as possible."""
+        if not isinstance(block, OuterBlock) or block.positions > 1:
+            return self.whiten(block, prior)
+        # A single outer product a row: Σ_oi g_o g'_o a_i² / (λ + e_oi), and the sum over i comes first.
+        rotated = block.rotated(self.input_vectors, self.output_vectors)
+        a = rotated.inputs[..., 0].square().transpose(0, 1)  # (G, n, I)
+        weights = (a @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
+        return (rotated.gradients[..., 0] * weights.sqrt().unsqueeze(1)).flatten(2)
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return _inner_products(self._root(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self._root(block, prior).square().sum(2)
+
+    def eigenvalues(self) -> Tensor:
+        return self._products.flatten()
+
+    def scaled(self, factor: float) -> "KroneckerPart":
+        return replace(self, output_values=self.output_values * factor)
+
+
+@dataclass(frozen=True)
+class BlockPrecision:
+    """Λ block-diagonal over the parameters. Memory: that of its parts, at most Σ (I² + O²) over the layers."""
+
+    layout: ParameterLayout
+    parts: dict[str, Part]
+    prior_precision: float
+
+    def with_prior(self, prior_precision: float) -> "BlockPrecision":
+        return replace(self, prior_precision=prior_precision)
+
+    def scaled(self, factor: float) -> "BlockPrecision":
+        """The curvature times a factor (σ⁻² of a Gaussian likelihood), λ as it is."""
+        return replace(self, parts={name: part.scaled(factor) for name, part in self.parts.items()})
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        return {name: part.solve(vectors[name], self.prior_precision) for name, part in self.parts.items()}
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        return {name: part.matmul(vectors[name], self.prior_precision) for name, part in self.parts.items()}
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        n, K = jacobian.num_inputs, jacobian.num_rows
+        result = jacobian.outputs.new_zeros(n, K, K)
+        for name, block in jacobian.blocks.items():
+            result += self.parts[name].covariance(block, self.prior_precision)
+        return result
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        result = jacobian.outputs.new_zeros(jacobian.num_inputs, jacobian.num_rows)
+        for name, block in jacobian.blocks.items():
+            result += self.parts[name].variance(block, self.prior_precision)
+        return result
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        """As in `Precision`; the Jacobians are run through once for each group of parameters whose whitened rows
+        fit."""
+        total = torch.zeros((), dtype=torch.float64, device=jacobians.device)
+        for group in self._groups(jacobians):
+            rows = []
+            for jacobian in jacobians:
+                n, K = jacobian.num_inputs, jacobian.num_rows
+                whitened = [
+                    self.parts[name].whiten(jacobian.blocks[name], self.prior_precision)
+                    if name in jacobian.blocks
+                    else jacobian.outputs.new_zeros(n, K, self.layout.sizes[name])
+                    for name in group
+                ]
+                rows.append(torch.cat(whitened, dim=2).flatten(0, 1))
+            total = total + _outer_products(rows)
+        return total
+
+    def _groups(self, jacobians: Jacobians) -> list[list[str]]:
+        """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
+        limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
+        groups: list[list[str]] = [[]]
+        used = 0
+        for name, size in self.layout.sizes.items():
+            if groups[-1] and used + size > limit:
+                groups.append([])
+                used = 0
+            groups[-1].append(name)
+            used += size
+        return groups
+
+    def log_determinant(self) -> Tensor:
+        values = [part.eigenvalues().double() for part in self.parts.values()]
+        return torch.stack([(v + self.prior_precision).log().sum() for v in values]).sum()
+
+
+def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
+    """Λ = λI: no data at all."""
+    parts: dict[str, Part] = {name: DiagonalPart(like.new_zeros(size)) for name, size in layout.sizes.items()}
+    return BlockPrecision(layout, parts, prior_precision)
+
+
+def _outer_products(rows: list[Tensor], columns: int = 2**14) -> Tensor:
+    """R Rᵀ in float64 for rows given in pieces, some columns at a time."""
+    total: Tensor | None = None
+    width = rows[0].shape[1]
+    for start in range(0, width, columns):
+        piece = torch.cat([part[:, start : start + columns].double() for part in rows])
+        total = piece @ piece.T if total is None else total.addmm_(piece, piece.T)
+    assert total is not None
+    return total
+
+
+def _dense_rows(jacobians: Jacobians) -> Tensor:
+    return torch.cat([jacobian.dense_rows().double() for jacobian in jacobians])
+
+
+@dataclass(frozen=True)
+class DensePrecision:
+    """The exact Λ = GGN + λI as a p × p matrix, float64. Memory: 2p² numbers; p³/3 for each λ."""
+
+    layout: ParameterLayout
+    ggn: Tensor  # (p, p)
+    prior_precision: float
+
+    def with_prior(self, prior_precision: float) -> "DensePrecision":
+        return replace(self, prior_precision=prior_precision)
+
+    def scaled(self, factor: float) -> "DensePrecision":
+        return replace(self, ggn=self.ggn * factor)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        precision = self.ggn.clone()
+        precision.diagonal().add_(self.prior_precision)
+        return cholesky(precision, "The posterior precision")
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        flat = self.layout.flatten(vectors)
+        solved = torch.cholesky_solve(flat.double().T, self._factor).T
+        return self.layout.unflatten(solved.to(flat.dtype))
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        flat = self.layout.flatten(vectors)
+        product = flat.double() @ self.ggn + self.prior_precision * flat.double()
+        return self.layout.unflatten(product.to(flat.dtype))
+
+    def _whitened(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self._factor, rows.double().T, upper=False)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        whitened = self._whitened(jacobian.dense_rows()).T
+        rows = whitened.reshape(jacobian.num_inputs, jacobian.num_rows, -1)
+        return _inner_products(rows).to(jacobian.outputs.dtype)
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        return self.covariance(jacobian).diagonal(dim1=1, dim2=2)
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        whitened = self._whitened(_dense_rows(jacobians))
+        return whitened.T @ whitened
+
+    def log_determinant(self) -> Tensor:
+        return 2 * self._factor.diagonal().log().sum()
+
+
+@dataclass(frozen=True)
+class DualPrecision:
+    """The exact Λ = VᵀV + λI by its m rows V, for m < p, float64. Memory: m·p + m² numbers; m³/3 for each λ.
+
+    Λ⁻¹ = λ⁻¹ (I − Vᵀ (VVᵀ + λI)⁻¹ V), the Woodbury identity.
+    """
+
+    layout: ParameterLayout
+    rows: Tensor  # V: (m, p)
+    prior_precision: float
+
+    def with_prior(self, prior_precision: float) -> "DualPrecision":
+        return replace(self, prior_precision=prior_precision)
+
+    def scaled(self, factor: float) -> "DualPrecision":
+        return replace(self, rows=self.rows * factor**0.5)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        inner = self.rows @ self.rows.T
+        inner.diagonal().add_(self.prior_precision)
+        return cholesky(inner, "The dual posterior precision")
+
+    def _solved(self, flat: Tensor) -> Tensor:
+        """Λ⁻¹ times rows (r, p)."""
+        correction = torch.cholesky_solve(self.rows @ flat.T, self._factor).T @ self.rows
+        return (flat - correction) / self.prior_precision
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        flat = self.layout.flatten(vectors)
+        return self.layout.unflatten(self._solved(flat.double()).to(flat.dtype))
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        flat = self.layout.flatten(vectors).double()
+        product = (flat @ self.rows.T) @ self.rows + self.prior_precision * flat
+        return self.layout.unflatten(product.to(next(iter(vectors.values())).dtype))
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = jacobian.dense_rows().double()
+        shape = (jacobian.num_inputs, jacobian.num_rows, -1)
+        cross = torch.linalg.solve_triangular(self._factor, self.rows @ rows.T, upper=False).T
+        difference = _inner_products(rows.view(shape)) - _inner_products(cross.reshape(shape))
+        return (difference / self.prior_precision).to(jacobian.outputs.dtype)
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        return self.covariance(jacobian).diagonal(dim1=1, dim2=2)
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        rows = _dense_rows(jacobians)
+        cross = torch.linalg.solve_triangular(self._factor, self.rows @ rows.T, upper=False)
+        return (rows @ rows.T - cross.T @ cross) / self.prior_precision
+
+    def log_determinant(self) -> Tensor:
+        m, p = self.rows.shape
+        prior = torch.tensor(self.prior_precision, dtype=torch.float64)
+        return 2 * self._factor.diagonal().log().sum() + (p - m) * prior.log()

@@ -1,0 +1,75 @@
+"""From the covariance of outputs to predictions."""
+
+from dataclasses import dataclass
+from math import pi
+
+import torch
+from torch import Tensor
+
+LINKS = ("probit", "mc", "bridge")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for n inputs.
+
+    mean: the network's outputs f (n, C). epistemic: Σ, the model's uncertainty about them (n, C, C). probabilities: for
+    classification (n, C). total: for regression Σ + σ²I (n, C, C).
+    """
+
+    mean: Tensor
+    epistemic: Tensor
+    probabilities: Tensor | None = None
+    total: Tensor | None = None
+
+
+def probabilities(
+    outputs: Tensor, covariance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
+) -> Tensor:
+    """E[softmax f] for f ~ N(outputs, covariance), by one of three approximations: (n, C).
+
+    probit: softmax(f / √(1 + π/8 · diag Σ)). mc: the mean over samples of f. bridge: the Laplace bridge, the
+    mean of the Dirichlet that matches the Gaussian on the simplex (MacKay 1998; Hobbhahn et al. 2022).
+    """
+    if link == "probit":
+        return probit(outputs, covariance.diagonal(dim1=1, dim2=2))
+    if link == "mc":
+        return monte_carlo(outputs, covariance, samples, generator)
+    if link == "bridge":
+        return laplace_bridge(outputs, covariance)
+    raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+
+
+def probit(outputs: Tensor, variance: Tensor) -> Tensor:
+    """softmax(f / √(1 + π/8 · variance)), variance (n, C)."""
+    return (outputs / (1 + pi / 8 * variance).sqrt()).softmax(1)
+
+
+def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """The mean of softmax over Gaussian samples. Cost: C³ an input and n·samples·C."""
+    root = symmetric_root(covariance)
+    total = torch.zeros_like(outputs)
+    for _ in range(samples):
+        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
+        total += (outputs + (root @ noise.unsqueeze(2)).squeeze(2)).softmax(1)
+    return total / samples
+
+
+def symmetric_root(covariance: Tensor) -> Tensor:
+    """Σ^½ of positive semi-definite matrices, singular ones included."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.transpose(-1, -2)
+    return root.to(covariance.dtype)
+
+
+def laplace_bridge(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """α / Σα with α_k = (1 − 2/C + e^{f_k} Σ_l e^{−f_l} / C²) / Σ_kk, after conditioning f to sum to zero."""
+    C = outputs.shape[1]
+    row_sums = covariance.sum(2)
+    total = row_sums.sum(1, keepdim=True).clamp_min(torch.finfo(covariance.dtype).tiny)
+    mean = outputs - row_sums * outputs.sum(1, keepdim=True) / total
+    variance = covariance.diagonal(dim1=1, dim2=2) - row_sums.square() / total
+    variance = variance.clamp_min(torch.finfo(covariance.dtype).eps)
+    log_ratio = mean + torch.logsumexp(-mean, 1, keepdim=True)
+    alpha = (1 - 2 / C + log_ratio.exp() / C**2) / variance
+    return alpha / alpha.sum(1, keepdim=True)

@@ -1,0 +1,96 @@
+"""The subspace θ = θ̂ + P μ: a basis held by parameter, or a choice of single parameters."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians import Jacobian
+from sublaplace.linalg import gram
+from sublaplace.parameters import ParameterLayout, Vectors
+
+
+class Projection(Protocol):
+    """P (p, s), as far as posteriors need it. Its columns are orthonormal, leading ones first."""
+
+    @property
+    def dim(self) -> int: ...
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        """J P: (n, K, s)."""
+
+    def gram(self) -> Tensor:
+        """PᵀP: (s, s) in float64; the identity up to the rounding of P."""
+
+    def leading(self, dim: int) -> "Projection":
+        """The first `dim` columns."""
+
+    def matrix(self) -> Tensor:
+        """P itself: (p, s)."""
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        """P μ for coordinates (k, s): (k, p)."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Any orthonormal P, stored once: for each parameter the (s, size) part of Pᵀ. Memory: p·s."""
+
+    layout: ParameterLayout
+    vectors: Vectors
+
+    @property
+    def dim(self) -> int:
+        return len(next(iter(self.vectors.values())))
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.matmul(self.vectors)
+
+    def gram(self) -> Tensor:
+        return gram(self.vectors)
+
+    def leading(self, dim: int) -> "Basis":
+        return Basis(self.layout, {name: part[:dim] for name, part in self.vectors.items()})
+
+    def matrix(self) -> Tensor:
+        return self.layout.flatten(self.vectors).T
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        return self.layout.flatten({name: coordinates @ part for name, part in self.vectors.items()})
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Unit vectors of chosen parameters, as indices into θ̂. Memory: s."""
+
+    layout: ParameterLayout
+    indices: Tensor  # (s,)
+    dtype: torch.dtype
+
+    @property
+    def dim(self) -> int:
+        return len(self.indices)
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return self.layout.split_indices(self.indices)
+
+    def apply(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.columns(self._parts, self.dim)
+
+    def gram(self) -> Tensor:
+        return torch.eye(self.dim, dtype=torch.float64, device=self.indices.device)
+
+    def leading(self, dim: int) -> "Subset":
+        return Subset(self.layout, self.indices[:dim], self.dtype)
+
+    def matrix(self) -> Tensor:
+        identity = torch.eye(self.dim, dtype=self.dtype, device=self.indices.device)
+        return self.lift(identity).T
+
+    def lift(self, coordinates: Tensor) -> Tensor:
+        result = coordinates.new_zeros(len(coordinates), self.layout.num_parameters)
+        result[:, self.indices] = coordinates
+        return result

@@ -1,0 +1,53 @@
+"""What a projector may use."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn
+from sublaplace.curvature.ggn import exact_bytes
+from sublaplace.jacobians import Jacobians, Linearization
+from sublaplace.memory import require
+from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
+from sublaplace.projection import Projection
+
+
+@dataclass(frozen=True)
+class ProjectorContext:
+    """The network, the training data and the inputs X′, with everything that has been decided before P is built.
+
+    A projector is a function from this context to a `Projection` of dimension `dim`.
+    """
+
+    stream: CurvatureStream  # one pass over the training data
+    subspace_jacobians: Jacobians  # J of X′
+    num_data: int  # N
+    num_outputs: int  # C
+    dim: int  # s
+    prior_precision: float  # λ
+    seed: int
+
+    @property
+    def linearization(self) -> Linearization:
+        return self.stream.linearization
+
+    def kfac(self) -> BlockPrecision:
+        """Λ with the Kronecker-factored GGN: one pass over the data."""
+        return kronecker_ggn(self.stream, self.prior_precision)
+
+    def diagonal(self) -> BlockPrecision:
+        """Λ with the diagonal of the GGN: one pass over the data."""
+        return diagonal_ggn(self.stream, self.prior_precision)
+
+    def exact(self) -> DensePrecision | DualPrecision:
+        """The exact Λ, where it fits into memory: one pass over the data."""
+        rows, p = self.num_data * self.num_outputs, self.linearization.layout.num_parameters
+        require(
+            exact_bytes(p, rows),
+            self.linearization.device,
+            f"The exact GGN of {p:,} parameters",
+            "Use projector='lowrank-kfac', fewer data, or leave fewer parameters with requires_grad=True.",
+        )
+        return exact_ggn(self.stream, rows, self.prior_precision)
+
+
+Projector = Callable[[ProjectorContext], Projection]

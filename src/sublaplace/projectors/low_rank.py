@@ -1,0 +1,52 @@
+"""The paper's projector: the subspace that carries most of the predictive covariance of given inputs."""
+
+import warnings
+
+import torch
+
+from sublaplace.jacobians import Jacobians
+from sublaplace.linalg import dominant_eigenvectors, orthonormalised
+from sublaplace.precision import Precision
+from sublaplace.projection import Basis
+
+
+def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
+    r"""P = Ψ Jᵀ U_s with U_s the s dominant eigenvectors of M = J Ψ Jᵀ, over the inputs X′ (Theorem 1, Algorithm 1).
+
+    With the exact Ψ = Λ⁻¹ and X′ the inputs to be predicted, no other subspace of this dimension comes closer to the
+    full
+    covariance; with KFAC or a diagonal in place of Λ and training inputs it is the paper's practical choice.
+    Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and then
+    orthonormalised; every leading span is kept.
+
+    Cost: two passes over X′ with C backward passes an input, (nC)²·p for M, (nC)³ for its eigenvectors,
+    nC·p·s for P; memory (nC)² + p·s.
+    """
+    M = precision.joint_covariance(jacobians)
+    values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))
+    if len(values) < dim:
+        warnings.warn(
+            f"dim={dim} is above the numerical rank {len(values)} of the covariance of the {len(M)} outputs that the "
+            f"subspace is built from; dim={len(values)} is used. More subspace inputs raise the rank.",
+            stacklevel=2,
+        )
+    if not len(values):
+        raise ValueError("The network's outputs do not depend on its parameters: the Jacobian is zero.")
+    weights = (U / values.sqrt()).to(jacobians.dtype)
+    layout = jacobians.linearization.layout
+    vectors = layout.zeros(len(values), weights)
+    start = 0
+    for jacobian in jacobians:
+        n, K = jacobian.num_inputs, jacobian.num_rows
+        jacobian.add_transpose_matmul(weights[start : start + n * K].view(n, K, -1), vectors)
+        start += n * K
+    return Basis(layout, orthonormalised(precision.solve(vectors)))
+
+
+def rank_tolerance(size: int, dtype: torch.dtype) -> float:
+    """The ratio to the largest eigenvalue of M = B Bᵀ below which an eigenvalue is rounding.
+
+    M is formed in float64; the entries of B carry the rounding of the model's dtype, relative to its largest singular
+    value, which is the root of M's largest eigenvalue.
+    """
+    return size * max(torch.finfo(torch.float64).eps, 10 * torch.finfo(dtype).eps ** 2)

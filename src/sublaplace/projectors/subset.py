@@ -1,0 +1,38 @@
+"""Projectors that choose single parameters."""
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians import Linearization
+from sublaplace.precision import BlockPrecision, DiagonalPart
+from sublaplace.projection import Subset
+
+
+def largest(linearization: Linearization, scores: Tensor, dim: int) -> Subset:
+    """The `dim` parameters with the largest scores (p,), ties by lowest index. Cost: p log p."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return Subset(linearization.layout, order[:dim], linearization.dtype)
+
+
+def diagonal_variances(precision: BlockPrecision) -> Tensor:
+    """The posterior variances of the diagonal Laplace approximation, (p,); largest for dead parameters."""
+    variances = []
+    for part in precision.parts.values():
+        assert isinstance(part, DiagonalPart)
+        variances.append(1 / (part.diagonal.double() + precision.prior_precision))
+    return torch.cat(variances)
+
+
+def last_layer(linearization: Linearization, num_outputs: int) -> Subset:
+    """All parameters of the network's last linear layer, in their order."""
+    names = linearization.last_linear()
+    layout = linearization.layout
+    if not names or num_outputs not in layout.shape(names[0]):
+        raise ValueError(
+            "projector='last-layer' needs a network that ends in a linear layer whose parameters require grad; "
+            "none was found. Use 'subset-magnitude' or a low-rank projector."
+        )
+    indices = [
+        torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in sorted(names, key=layout.names.index)
+    ]
+    return Subset(layout, torch.cat(indices).to(linearization.device), linearization.dtype)

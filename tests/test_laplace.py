@@ -1,0 +1,183 @@
+"""The façade against brute force: J P (PᵀΛP)⁻¹ PᵀJᵀ on every architecture."""
+
+import copy
+
+import pytest
+import torch
+from dense_reference import (
+    dense_ggn,
+    dense_jacobian,
+    dense_outputs,
+    full_covariance,
+    softmax_hessians,
+    subspace_covariance,
+)
+from networks import NETWORKS, make
+from torch import nn
+
+from sublaplace import PROJECTORS, SubspaceLaplace
+from sublaplace.jacobians.linearization import num_inputs, select
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+PRIOR = 0.7
+
+
+def loader(inputs, targets, size=3):
+    """A list of batches: the simplest loader that can be run through twice."""
+    return [
+        (select(inputs, slice(i, i + size)), targets[i : i + size]) for i in range(0, num_inputs(inputs), size)
+    ]
+
+
+def labels(model, inputs):
+    outputs = dense_outputs(model, inputs)
+    return torch.arange(len(outputs)) % outputs.shape[1]
+
+
+def close(value, expected, tolerance):
+    return (value.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def precision_matrix(model, inputs, prior=PRIOR):
+    ggn = dense_ggn(model, inputs, softmax_hessians(dense_outputs(model, inputs)))
+    return ggn + prior * torch.eye(len(ggn), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
+    model, inputs = make(name, 8, dtype)
+    _, new = make(name, 4, dtype, seed=1)
+    la = SubspaceLaplace(model, "classification", dim=5, prior_precision=PRIOR).fit(
+        loader(inputs, labels(model, inputs))
+    )
+    P = la.projection.double()
+    assert close(P.T @ P, torch.eye(la.dim, dtype=torch.float64), 1e-5 if dtype == torch.float32 else 1e-12)
+    expected = subspace_covariance(dense_jacobian(model, new), P, precision_matrix(model, inputs))
+    C = dense_outputs(model, new).shape[1]
+    assert close(la.functional_covariance(new, joint=True), expected, TOLERANCE[dtype])
+    blocks = torch.stack([expected[i : i + C, i : i + C] for i in range(0, 4 * C, C)])
+    assert close(la.functional_covariance(new), blocks, TOLERANCE[dtype])
+    assert close(la.functional_variance(new), blocks.diagonal(dim1=1, dim2=2), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("projector", PROJECTORS)
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "embedding", "tied-weights", "attention"])
+def test_every_projector_is_exact_in_its_subspace(name, projector):
+    model, inputs = make(name, 8)
+    la = SubspaceLaplace(model, "classification", projector=projector, dim=4, prior_precision=PRIOR)
+    la.fit(loader(inputs, labels(model, inputs)))
+    expected = subspace_covariance(dense_jacobian(model, inputs), la.projection, precision_matrix(model, inputs))
+    found = la.functional_covariance(inputs, joint=True)
+    assert (found - expected).abs().max() <= 1e-8 * max(float(expected.abs().max()), 1e-12)
+
+
+@pytest.mark.parametrize("repeats", [1, 40])
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "attention"])
+def test_full_posterior_equals_brute_force_in_primal_and_dual_form(name, repeats):
+    model, inputs = make(name, 6 * repeats)
+    la = SubspaceLaplace(model, "classification", projector="full", prior_precision=PRIOR)
+    la.fit(loader(inputs, labels(model, inputs), size=16))
+    new = select(inputs, slice(0, 4))
+    expected = full_covariance(dense_jacobian(model, new), precision_matrix(model, inputs))
+    assert close(la.functional_covariance(new, joint=True), expected, 1e-8)
+    assert la.dim == la.num_parameters
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_low_rank_with_the_exact_precision_attains_the_eckart_young_optimum(name):
+    model, inputs = make(name, 8)
+    _, new = make(name, 5, seed=1)
+    expected = full_covariance(dense_jacobian(model, new), precision_matrix(model, inputs))
+    values, vectors = torch.linalg.eigh(expected)
+    s = 4
+    la = SubspaceLaplace(
+        model, "classification", projector="lowrank-ggn", dim=s, prior_precision=PRIOR, subspace_inputs=new
+    ).fit(loader(inputs, labels(model, inputs)))
+    best = vectors[:, -s:] * values[-s:] @ vectors[:, -s:].T
+    assert close(la.functional_covariance(new, joint=True), best, 1e-8)
+
+
+def test_regression_predicts_with_noise_from_the_residuals():
+    model, inputs = make("mlp", 12)
+    targets = dense_outputs(model, inputs) + torch.randn(12, 2, dtype=torch.float64)
+    residuals = targets - dense_outputs(model, inputs)
+    la = SubspaceLaplace(model, "regression", dim=5, prior_precision=PRIOR).fit(loader(inputs, targets))
+    assert la.noise_std == pytest.approx(float(residuals.std(correction=0)))
+    hessians = torch.eye(2, dtype=torch.float64).expand(12, 2, 2) / la.noise_std**2
+    precision = dense_ggn(model, inputs, hessians) + PRIOR * torch.eye(la.num_parameters, dtype=torch.float64)
+    mean, covariance = la(inputs)
+    expected = subspace_covariance(dense_jacobian(model, inputs), la.projection, precision)
+    assert torch.allclose(mean, dense_outputs(model, inputs))
+    assert close(covariance[3], expected[6:8, 6:8], 1e-8)
+    prediction = la.predict(inputs)
+    noise = la.noise_std**2 * torch.eye(2, dtype=torch.float64).expand(12, 2, 2)
+    assert close(prediction.total - prediction.epistemic, noise, 1e-12)
+
+
+def test_truncation_and_another_prior_need_no_data():
+    model, inputs = make("paper-cnn", 8)
+    la = SubspaceLaplace(model, "classification", dim=6, prior_precision=PRIOR).fit(
+        loader(inputs, labels(model, inputs))
+    )
+    jacobian = dense_jacobian(model, inputs)
+    smaller = la.truncate(3)
+    assert smaller.dim == 3
+    assert la.dim == 6
+    expected = subspace_covariance(jacobian, la.projection[:, :3], precision_matrix(model, inputs))
+    assert close(smaller.functional_covariance(inputs, joint=True), expected, 1e-8)
+    traces = la.trace(inputs)
+    assert len(traces) == 6
+    assert traces[2] == pytest.approx(float(expected.trace()), rel=1e-8)
+    other = la.with_prior(5.0)
+    expected = subspace_covariance(jacobian, la.projection, precision_matrix(model, inputs, 5.0))
+    assert close(other.functional_covariance(inputs, joint=True), expected, 1e-8)
+    assert la.prior_precision == PRIOR
+    assert other.prior_precision == 5.0
+
+
+def test_last_layer_equals_a_laplace_approximation_of_that_layer_alone():
+    model, inputs = make("paper-cnn", 8)
+    batches = loader(inputs, labels(model, inputs))
+    la = SubspaceLaplace(model, "classification", projector="last-layer", prior_precision=PRIOR).fit(batches)
+    frozen = copy.deepcopy(model)
+    frozen.first.requires_grad_(False)
+    frozen.block.requires_grad_(False)
+    full = SubspaceLaplace(frozen, "classification", projector="full", prior_precision=PRIOR).fit(batches)
+    assert la.dim == full.num_parameters
+    assert close(la.functional_covariance(inputs), full.functional_covariance(inputs), 1e-8)
+
+
+def test_links_agree_where_there_is_no_uncertainty_and_are_probabilities():
+    model, inputs = make("paper-cnn", 8)
+    batches = loader(inputs, labels(model, inputs))
+    certain = SubspaceLaplace(model, "classification", dim=4, prior_precision=1e12).fit(batches)
+    for link in ("probit", "mc"):
+        assert torch.allclose(certain(inputs, link=link), dense_outputs(model, inputs).softmax(1), atol=1e-5)
+    la = SubspaceLaplace(model, "classification", dim=4, prior_precision=1e-3).fit(batches)
+    for link in ("probit", "mc", "bridge"):
+        probabilities = la(inputs, link=link)
+        assert torch.allclose(probabilities.sum(1), torch.ones(8, dtype=torch.float64))
+        assert (probabilities > 0).all()
+        assert torch.equal(probabilities, la(inputs, link=link))
+
+
+def test_a_loader_and_a_tensor_give_the_same_prediction():
+    model, inputs = make("mlp", 9)
+    targets = labels(model, inputs)
+    la = SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, targets))
+    assert torch.allclose(la(inputs), la(loader(inputs, targets)))
+    assert torch.allclose(la(inputs), la(loader(inputs, targets, size=2)), rtol=1e-12)
+
+
+def test_dropped_directions_change_little_and_save_passes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 6)).double()
+    inputs = torch.randn(300, 4, dtype=torch.float64)
+    with torch.no_grad():
+        model[2].weight *= 20  # confident, as a trained network is
+    batches = loader(inputs, torch.arange(300) % 6, size=50)
+    exact = SubspaceLaplace(model, "classification", dim=20, direction_tolerance=0.0).fit(batches)
+    quick = SubspaceLaplace(model, "classification", dim=20, direction_tolerance=1e-8).fit(batches)
+    assert quick._linearization.passes < 0.8 * exact._linearization.passes
+    assert close(quick.functional_variance(inputs), exact.functional_variance(inputs), 1e-6)

@@ -175,7 +175,7 @@ def test_dropped_directions_change_little_and_save_passes():
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 6)).double()
     inputs = torch.randn(300, 4, dtype=torch.float64)
     with torch.no_grad():
-        model[2].weight *= 20  # confident, as a trained network is
+        model[2].weight *= 300  # confident, as a trained network is
     batches = loader(inputs, torch.arange(300) % 6, size=50)
     exact = SubspaceLaplace(model, "classification", dim=20, direction_tolerance=0.0).fit(batches)
     quick = SubspaceLaplace(model, "classification", dim=20, direction_tolerance=1e-8).fit(batches)

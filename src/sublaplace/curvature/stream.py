@@ -52,8 +52,8 @@ class CurvatureStream:
         counts, order = counts.sort(stable=True)
         start = 0 if every_input else int((counts == 0).sum())
         while start < len(order):
-            equal = int((counts == counts[start]).sum())
-            stop = min(len(order), start + max(equal, _SMALL_GROUP))
+            end_of_equal = int((counts <= counts[start]).sum())
+            stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
             stop = min(stop, start + self.linearization.chunk_size(inputs, max(1, int(counts[stop - 1]))))
             rows = int(counts[stop - 1])
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]

@@ -30,18 +30,18 @@ BACKENDS: dict[str, type[CurvatureInterface]] = {
 
 BATCH_SIZES: dict[str, int] = {
     "laplace-torch/curvlinops/kfac-fit": 50,
-    "laplace-torch/curvlinops/diagonal-fit": 5,
-    "laplace-torch/curvlinops/kfac-prediction": 5,
+    "laplace-torch/curvlinops/diagonal-fit": 2,
+    "laplace-torch/curvlinops/kfac-prediction": 2,
     "laplace-torch/asdl/kfac-fit": 50,
     "laplace-torch/asdl/diagonal-fit": 50,
-    "laplace-torch/asdl/kfac-prediction": 5,
+    "laplace-torch/asdl/kfac-prediction": 2,
     "laplace-torch/backpack/kfac-fit": 50,
     "laplace-torch/backpack/diagonal-fit": 50,
     "laplace-torch/backpack/kfac-prediction": 50,
     "curvlinops/kfac-factors": 50,
-    "authors/projector-and-posterior": 5,
-    "authors/projector-and-posterior-with-kfac": 5,
-    "authors/subspace-prediction": 5,
+    "authors/projector-and-posterior": 2,
+    "authors/projector-and-posterior-with-kfac": 2,
+    "authors/subspace-prediction": 2,
 }
 
 

@@ -30,17 +30,17 @@ REPETITION_SECONDS = 10.0  # repeat until this much time is used up, or the repe
 MEMORY_LIMIT = 16 * 2**30  # bytes of address space: running out of memory is then an error, not a crash
 
 
-def find_case(name: str, batch_size: int | None) -> Setup:
-    """The setup of the named case; a batch size other than its own can be asked of a peer only."""
+def find_case(name: str, batch_size: int | None) -> tuple[Setup, int | None]:
+    """The setup and the batch size of the named case; ours choose their own, which is not known here."""
     if name.startswith("sublaplace/"):
         import cases_ours
 
-        return cases_ours.CASES[name]
+        return cases_ours.CASES[name], None
     import cases_peers
 
     if batch_size is None:
-        return cases_peers.CASES[name]
-    return cases_peers.cases(defaultdict(lambda: batch_size))[name]
+        return cases_peers.CASES[name], cases_peers.BATCH_SIZES[name]
+    return cases_peers.cases(defaultdict(lambda: batch_size))[name], batch_size
 
 
 def memory(field: str) -> float:
@@ -111,7 +111,7 @@ def main() -> None:
     inputs, targets = (tensor[: arguments.inputs].clone() for tensor in fashion_mnist("train"))
     result = vars(arguments)
     try:
-        setup = find_case(arguments.case, arguments.batch_size)
+        setup, result["batch_size"] = find_case(arguments.case, arguments.batch_size)
         proportional = "projector" not in arguments.case
         result |= measure(setup, network, inputs, targets, arguments.repetitions, proportional)
     except Exception as error:  # a peer's refusal is a result too, whatever its type

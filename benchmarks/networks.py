@@ -28,23 +28,24 @@ def peers_cnn() -> nn.Sequential:
     )
 
 
-def paper_cnn() -> nn.Sequential:
+class PaperCNN(nn.Module):
     """The paper's CNN, its second convolution applied twice with the same weights: p = 12,458."""
-    reused = nn.Conv2d(32, 32, 3, padding=1)
-    return nn.Sequential(
-        *_block(nn.Conv2d(1, 32, 3, padding=1)),
-        *_block(reused),
-        *_block(reused),
-        nn.Flatten(),
-        nn.Linear(288, 10),
-    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*_block(nn.Conv2d(1, 32, 3, padding=1)))
+        self.reused = nn.Sequential(*_block(nn.Conv2d(32, 32, 3, padding=1)))
+        self.head = nn.Linear(288, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.reused(self.reused(self.first(inputs))).flatten(1))
 
 
 def _block(convolution: nn.Conv2d) -> tuple[nn.Module, ...]:
     return convolution, nn.ReLU(), nn.MaxPool2d(2)
 
 
-NETWORKS: dict[str, Callable[[], nn.Sequential]] = {"peers-cnn": peers_cnn, "paper-cnn": paper_cnn}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"peers-cnn": peers_cnn, "paper-cnn": PaperCNN}
 
 
 def build(name: str, weights: str) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 from collections import defaultdict
@@ -39,12 +40,13 @@ Setting = tuple[str, str]  # network, weights
 
 def measured(python: Path, case: str, **options: str | int) -> Measurement:
     """Measure one case in a fresh process; a process that dies is a result too."""
+    load = os.getloadavg()[0]
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     process = subprocess.run([python, "measure.py", case, *arguments], cwd=HERE, capture_output=True, text=True)
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines() or ["no message"]
-        return {"case": case, "error": f"process ended with code {process.returncode}: {lines[-1]}"}
-    return json.loads(process.stdout.splitlines()[-1])
+        return {"load": load, "error": f"process ended with code {process.returncode}: {lines[-1]}"}
+    return json.loads(process.stdout.splitlines()[-1]) | {"load": load}
 
 
 def description(python: Path) -> dict[str, Any]:
@@ -84,15 +86,19 @@ def short(message: str, length: int = 160) -> str:
 
 
 def case_table(results: dict[str, list[Measurement]]) -> list[str]:
-    lines = ["| case | ms an input: min – median – max | peak memory, MB | |", "|---|---|---|---|"]
+    lines = [
+        "| case | batch | ms an input: min – median – max | peak memory, MB | |",
+        "|---|---|---|---|---|",
+    ]
     for case, rounds in results.items():
         if "error" in rounds[-1]:
-            lines.append(f"| {case} | – | – | {short(rounds[-1]['error'])} |")
+            lines.append(f"| {case} | – | – | – | {short(rounds[-1]['error'])} |")
             continue
         memory = statistics.median(one["peak_memory_mb"] for one in rounds)
         extrapolated = [one for one in rounds if one["extrapolated"]]
         note = f"extrapolated from {extrapolated[0]['measured_inputs']} inputs" if extrapolated else ""
-        lines.append(f"| {case} | {spread(milliseconds(rounds))} | {memory:.0f} | {note} |")
+        batch = rounds[0]["batch_size"] or "own choice"
+        lines.append(f"| {case} | {batch} | {spread(milliseconds(rounds))} | {memory:.0f} | {note} |")
     return lines
 
 
@@ -114,10 +120,11 @@ def ratio_table(results: dict[str, list[Measurement]]) -> list[str]:
 
 
 def report(
-    about: dict[str, Any], results: dict[Setting, dict[str, list[Measurement]]], inputs: int, rounds: int
+    about: dict[str, Any], results: dict[Setting, dict[str, list[Measurement]]], inputs: int, num_rounds: int
 ) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
+    loads = [one["load"] for table in results.values() for rounds in table.values() for one in rounds]
     lines = [
         "# Side by side with the peers",
         "",
@@ -125,7 +132,9 @@ def report(
         "",
         f"- Machine: {machine}.",
         f"- Versions: {versions}.",
-        f"- {inputs} FashionMNIST inputs, float32, {rounds} rounds over all cases, each case in a fresh process, "
+        f"- Load average before a case: median {statistics.median(loads):.1f}, maximum {max(loads):.1f}; "
+        f"the benchmark itself makes {about['machine']['threads used']}, more is other work that distorts timings.",
+        f"- {inputs} FashionMNIST inputs, float32, {num_rounds} rounds over all cases, each case in a fresh process, "
         "repeated after a warm-up. Time ratios are taken round by round.",
         "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "
         "far as its result lives on.",
@@ -133,7 +142,8 @@ def report(
         "way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
         "- A case that would take over two minutes is measured on fewer inputs and marked as extrapolated.",
         "- A case that fails stands in the table with its error. Where a peer does not fail, its curvature need "
-        "not be right: see the checks below.",
+        "not be right: on a reused convolution curvlinops and asdl count the inputs' factor once a call, and "
+        "backpack's KFAC of a convolution is too large by about the number of positions, as its source notes.",
     ]
     for (network, weights), table in results.items():
         lines += ["", f"## {network}, {weights} weights", "", *case_table(table)]
@@ -157,6 +167,8 @@ def main() -> None:
         arguments.rounds, arguments.inputs = 1, 200
 
     python = make_environment()
+    if "trained" in arguments.weights:
+        subprocess.run([python, "networks.py"], cwd=HERE, check=True)
     about = description(python)
     cases = interleaved(case for case in about["cases"] if any(part in case for part in arguments.only))
     settings = [(network, weights) for network in arguments.networks for weights in arguments.weights]

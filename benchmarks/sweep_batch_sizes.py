@@ -1,8 +1,12 @@
-"""Time and peak memory of each peer at several batch sizes: the source of BATCH_SIZES in cases_peers.py."""
+"""Time and peak memory of each peer at growing batch sizes: the source of BATCH_SIZES in cases_peers.py.
+
+A case's sweep ends early once a batch size takes twice the best time so far.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 
 from make_environment import make_environment
@@ -22,6 +26,7 @@ def main() -> None:
     for case in description(python)["cases"]:
         if case.startswith("sublaplace/") or not any(part in case for part in arguments.only):
             continue
+        best = math.inf
         for batch_size in BATCH_SIZES:
             one = measured(
                 python,
@@ -32,10 +37,14 @@ def main() -> None:
                 batch_size=batch_size,
             )
             if "error" in one:
-                outcome = short(one["error"])
-            else:
-                outcome = f"{statistics.median(milliseconds([one])):.3g} ms, {one['peak_memory_mb']:.0f} MB"
-            print(f"{case}, batch {batch_size}: {outcome}", flush=True)
+                print(f"{case}, batch {batch_size}: {short(one['error'])}", flush=True)
+                break
+            time = statistics.median(milliseconds([one]))
+            memory = one["peak_memory_mb"]
+            print(f"{case}, batch {batch_size}: {time:.3g} ms an input, {memory:.0f} MB", flush=True)
+            best = min(best, time)
+            if time > 2 * best:
+                break
 
 
 if __name__ == "__main__":

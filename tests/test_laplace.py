@@ -24,9 +24,7 @@ PRIOR = 0.7
 
 def loader(inputs, targets, size=3):
     """A list of batches: the simplest loader that can be run through twice."""
-    return [
-        (select(inputs, slice(i, i + size)), targets[i : i + size]) for i in range(0, num_inputs(inputs), size)
-    ]
+    return [(select(inputs, slice(i, i + size)), targets[i : i + size]) for i in range(0, num_inputs(inputs), size)]
 
 
 def labels(model, inputs):

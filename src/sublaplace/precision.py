@@ -169,26 +169,24 @@ class KroneckerPart:
     def matmul(self, vectors: Tensor, prior: float) -> Tensor:
         return self._transformed(vectors, self._products + prior)
 
-    def _rotated(self, block: Block) -> OuterBlock | EmbeddingBlock:
+    def whiten(self, block: Block, prior: float) -> Tensor:
         if not isinstance(block, OuterBlock | EmbeddingBlock):
             raise TypeError(
                 "A parameter that was used as a linear map when the curvature was fitted is now used in another way; "
                 "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
             )
-        return block.rotated(self.input_vectors, self.output_vectors)
-
-    def whiten(self, block: Block, prior: float) -> Tensor:
-        return self._rotated(block).rows() * self._stored(self._products + prior).reshape(-1).rsqrt()
+        rows = block.rotated_rows(self.input_vectors, self.output_vectors)
+        return rows * self._stored(self._products + prior).reshape(-1).rsqrt()
 
     def _root(self, block: Block, prior: float) -> Tensor:
         """B (n, K, ·) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ, as narrow as possible."""
-        if not isinstance(block, OuterBlock) or block.positions > 1:
+        if not isinstance(block, OuterBlock) or block.positions > 1 or self.input_vectors is None:
             return self.whiten(block, prior)
         # A single outer product a row: Σ_oi g_o g'_o a_i² / (λ + e_oi), and the sum over i comes first.
-        rotated = block.rotated(self.input_vectors, self.output_vectors)
-        a = rotated.inputs[..., 0].square().transpose(0, 1)  # (G, n, I)
-        weights = (a @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
-        return (rotated.gradients[..., 0] * weights.sqrt().unsqueeze(1)).flatten(2)
+        a, g = block.rotated(self.input_vectors, self.output_vectors)
+        squares = a.square().transpose(0, 1)  # (G, n, I)
+        weights = (squares @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
+        return (g * weights.sqrt().unsqueeze(1)).flatten(2)
 
     def covariance(self, block: Block, prior: float) -> Tensor:
         return _inner_products(self._root(block, prior))

@@ -54,7 +54,7 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     kronecker: dict[str, _KroneckerSums] = {}
     dense: dict[str, Tensor] = {}
     for jacobian in stream.jacobians("KFAC", every_input=True):
-        moments: dict[tuple[int, torch.Size], Tensor] = {}
+        moments: dict[tuple[int, ...], Tensor] = {}
         for name, block in jacobian.blocks.items():
             if isinstance(block, OuterBlock | EmbeddingBlock) and name not in dense:
                 _add_kronecker(kronecker, name, block, moments, reduce)
@@ -81,15 +81,15 @@ def _add_kronecker(
     sums: dict[str, _KroneckerSums],
     name: str,
     block: OuterBlock | EmbeddingBlock,
-    moments: dict[tuple[int, torch.Size], Tensor],
+    moments: dict[tuple[int, ...], Tensor],
     reduce: bool,
 ) -> None:
     if reduce and isinstance(block, OuterBlock):
         block = block.reduced()
     inputs = block.input_moment().double()
     # A weight and its bias share their gradients, so their second moment is formed once.
-    key = (block.gradients.data_ptr(), block.gradients.shape)
-    if reduce or key not in moments:
+    key = block.gradient_key
+    if key not in moments or reduce:
         moments[key] = block.gradient_moment().double()
     gradients = moments[key]
     if name not in sums:

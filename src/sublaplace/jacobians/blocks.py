@@ -10,7 +10,8 @@ order depends on T, on the number K of rows an input, and on the number of vecto
 cheaper one. Shapes: n inputs, K rows an input, G groups, I inputs and O outputs of the map, T positions, r vectors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -66,50 +67,110 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
-class OuterBlock:
-    """Σ_t g_t a_tᵀ: the weight of a linear or convolution map (or its bias, with a = 1), grouped or not.
-
-    A weight that is used several times has all of its uses side by side along T. `transposed` says that the parameter
-    is stored as (I, O), as in ``x @ W``.
-    """
+class OuterUse:
+    """One call of a linear map: its inputs, and the gradients at its outputs for each of the K rows."""
 
     inputs: Tensor  # a: (n, G, I, T)
-    gradients: Tensor  # g: (n, K, G, O, T)
-    transposed: bool = False
-
-    @property
-    def size(self) -> int:
-        _, groups, fan_in, _ = self.inputs.shape
-        return groups * fan_in * self.gradients.shape[3]
+    gradients: tuple[Tensor, ...]  # g: K times (n, G, O, T), as the backward passes left them
+    outputs: int  # O
 
     @property
     def positions(self) -> int:
         return self.inputs.shape[3]
 
+
+@dataclass(frozen=True)
+class OuterBlock:
+    """Σ_t g_t a_tᵀ: the weight of a linear or convolution map (or its bias, with a = 1), grouped or not.
+
+    A weight that is used several times has several uses, whose rows add up. `transposed` says that the parameter is
+    stored as (I, O), as in ``x @ W``. Gradients are kept as a tuple over the rows: copying them together would cost as
+    much memory traffic as a backward pass.
+    """
+
+    uses: tuple[OuterUse, ...]
+    num_rows: int  # K
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, inputs: Tensor, gradients: Tensor, transposed: bool = False) -> "OuterBlock":
+        """A block of one use, from a (n, G, I, T) and g (n, K, G, O, T)."""
+        use = OuterUse(inputs, gradients.unbind(1), gradients.shape[3])
+        return cls((use,), gradients.shape[1], transposed)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.uses[0].inputs.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.uses[0].inputs.shape[1]
+
+    @property
+    def fan_in(self) -> int:
+        return self.uses[0].inputs.shape[2]
+
+    @property
+    def fan_out(self) -> int:
+        return self.uses[0].outputs
+
+    @property
+    def positions(self) -> int:
+        """T over all uses."""
+        return sum(use.positions for use in self.uses)
+
+    @property
+    def size(self) -> int:
+        return self.groups * self.fan_in * self.fan_out
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """a of all uses side by side: (n, G, I, T)."""
+        return self.uses[0].inputs if len(self.uses) == 1 else torch.cat([use.inputs for use in self.uses], dim=3)
+
+    @cached_property
+    def gradients(self) -> Tensor:
+        """g of all uses side by side, copied together: (n, K, G, O, T)."""
+        if not self.num_rows:
+            shape = (self.num_inputs, 0, self.groups, self.fan_out, self.positions)
+            return self.inputs.new_zeros(shape)
+        stacked = [torch.stack(use.gradients, dim=1) for use in self.uses]
+        return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=4)
+
     def rows(self) -> Tensor:
-        n, K, G, O, T = self.gradients.shape
-        if T == 1:
-            rows = self.gradients * self.inputs.unsqueeze(1).transpose(-1, -2)
-        else:
-            g = self.gradients.transpose(1, 2).reshape(n, G, K * O, T)
-            rows = (g @ self.inputs.transpose(-1, -2)).unflatten(2, (K, O)).transpose(1, 2)
-        return self._stored(rows).reshape(n, K, self.size)
+        return self._stored(self._maps_of_rows()).reshape(self.num_inputs, self.num_rows, self.size)
+
+    def _maps_of_rows(self) -> Tensor:
+        """The rows as maps: (n, K, G, O, I)."""
+        n, K, G, O, I = self.num_inputs, self.num_rows, self.groups, self.fan_out, self.fan_in
+        if self.positions == 1:
+            return self.gradients * self.inputs.unsqueeze(1).transpose(-1, -2)
+        rows = self.uses[0].inputs.new_empty(n, K, G, O, I)
+        for number, use in enumerate(self.uses):
+            a = use.inputs.transpose(-1, -2).reshape(n * G, -1, I) if G > 1 else use.inputs[:, 0].transpose(1, 2)
+            for k, g in enumerate(use.gradients):
+                if G > 1:
+                    product = (g.reshape(n * G, O, -1) @ a).view(n, G, O, I)
+                    rows[:, k] = rows[:, k] + product if number else product
+                elif number:
+                    torch.baddbmm(rows[:, k, 0], g[:, 0], a, out=rows[:, k, 0])
+                else:
+                    torch.bmm(g[:, 0], a, out=rows[:, k, 0])
+        return rows
 
     def _stored(self, matrices: Tensor) -> Tensor:
         """(…, O, I) in the order in which the parameter is stored; its own inverse."""
         return matrices.transpose(-1, -2) if self.transposed else matrices
 
-    def _maps(self, vectors: Tensor) -> Tensor:
+    def _as_maps(self, vectors: Tensor) -> Tensor:
         """Vectors (r, size) as maps (r, G, O, I)."""
-        _, _, G, O, _ = self.gradients.shape
-        fan_in = self.inputs.shape[2]
-        shape = (-1, G, fan_in, O) if self.transposed else (-1, G, O, fan_in)
-        return self._stored(vectors.reshape(shape))
+        sides = (self.fan_in, self.fan_out) if self.transposed else (self.fan_out, self.fan_in)
+        return self._stored(vectors.reshape(-1, self.groups, *sides))
 
     def _factors_first(self, count: int) -> bool:
         """Whether contracting `count` vectors with a factor costs less than forming the rows first."""
-        _, K, G, O, T = self.gradients.shape
-        factors = T * count * (self.size + K * G * O)
+        K, T = self.num_rows, self.positions
+        factors = T * count * (self.size + K * self.groups * self.fan_out)
         rows = K * self.size * (count + (T if T > 1 else 1))
         return factors < rows
 
@@ -119,7 +180,7 @@ class OuterBlock:
             return self.rows() @ vectors.T
         n, K, G, O, T = self.gradients.shape
         a = self.inputs.permute(1, 0, 3, 2).reshape(G, n * T, -1)
-        maps = self._maps(vectors).transpose(0, 1).reshape(G, r * O, -1)
+        maps = self._as_maps(vectors).transpose(0, 1).reshape(G, r * O, -1)
         mapped = (a @ maps.transpose(-1, -2)).view(G, n, T, r, O)
         g = self.gradients.permute(2, 0, 1, 4, 3).reshape(G, n, K, T * O)
         return (g @ mapped.transpose(3, 4).reshape(G, n, T * O, r)).sum(0)
@@ -137,47 +198,79 @@ class OuterBlock:
 
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
-            return self.rows().square().sum((0, 1))
+            return self.rows().flatten(0, 1).square().sum(0)
         g = self.gradients[..., 0].square().sum(1)  # (n, G, O)
         a = self.inputs[..., 0].square()  # (n, G, I)
         return self._stored(torch.einsum("ngo,ngi->goi", g, a)).reshape(-1)
 
     def columns(self, indices: Tensor) -> Tensor:
-        _, _, _, O, T = self.gradients.shape
-        fan_in = self.inputs.shape[2]
-        if len(indices) * T > self.size:
+        if len(indices) * self.positions > self.size:
             return self.rows()[:, :, indices]
-        inner = O if self.transposed else fan_in
-        group, rest = indices // (O * fan_in), indices % (O * fan_in)
+        O, I = self.fan_out, self.fan_in
+        inner = O if self.transposed else I
+        group, rest = indices // (O * I), indices % (O * I)
         first, second = rest // inner, rest % inner
         output, source = (second, first) if self.transposed else (first, second)
         return torch.einsum("nkmt,nmt->nkm", self.gradients[:, :, group, output], self.inputs[:, group, source])
 
-    def rotated(self, into_inputs: Tensor | None, into_outputs: Tensor) -> "OuterBlock":
-        """The block in other bases: a → Q_inᵀ a, g → Q_outᵀ g, with bases (G, I, I) and (G, O, O)."""
+    def rotated(self, into_inputs: Tensor, into_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Q_inᵀ a and Q_outᵀ g of a single position, with bases (G, I, I) and (G, O, O): (n, G, I), (n, K, G, O)."""
+        a = torch.einsum("gij,ngi->ngj", into_inputs, self.inputs[..., 0])
+        g = torch.einsum("gop,nkgo->nkgp", into_outputs, self.gradients[..., 0])
+        return a, g
+
+    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
+        """The rows in other bases, Q_outᵀ (Σ_t g_t a_tᵀ) Q_in: (n, K, size)."""
         assert into_inputs is not None
-        a = torch.einsum("gij,ngit->ngjt", into_inputs, self.inputs)
-        g = torch.einsum("gop,nkgot->nkgpt", into_outputs, self.gradients)
-        return OuterBlock(a, g, self.transposed)
+        if self.positions == 1:
+            a, g = self.rotated(into_inputs, into_outputs)
+            maps = g.unsqueeze(-1) * a.unsqueeze(1).unsqueeze(3)
+            return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
+        block = self
+        inputs_first = self.positions < self.num_rows * self.fan_out
+        if inputs_first:
+            turned = (torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs) for use in self.uses)
+            uses = tuple(replace(use, inputs=a) for use, a in zip(self.uses, turned, strict=True))
+            block = replace(self, uses=uses)
+        maps = into_outputs.transpose(1, 2) @ block._maps_of_rows()
+        if not inputs_first:
+            maps = maps @ into_inputs
+        return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
 
     def input_moment(self) -> Tensor:
         """Σ_{n,t} a aᵀ: (G, I, I)."""
-        a = self.inputs.permute(1, 2, 0, 3).flatten(2)
-        return a @ a.transpose(-1, -2)
+        return torch.stack([_second_moment(use.inputs) for use in self.uses]).sum(0)
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (G, O, O)."""
-        g = self.gradients.permute(2, 3, 0, 1, 4).flatten(2)
-        return g @ g.transpose(-1, -2)
+        total = self.uses[0].inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
+        for use in self.uses:
+            for g in use.gradients:
+                total += _second_moment(g)
+        return total
+
+    @property
+    def gradient_key(self) -> tuple[int, ...]:
+        """The same for blocks with the same gradients, such as a weight and its bias."""
+        return (*(g.data_ptr() for use in self.uses for g in use.gradients), self.groups, self.fan_out)
 
     @property
     def num_positions(self) -> int:
         """How many inputs a the moments sum over: n·T."""
-        return self.inputs.shape[0] * self.positions
+        return self.num_inputs * self.positions
 
     def reduced(self) -> "OuterBlock":
         """Inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
-        return OuterBlock(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
+        return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
+
+
+def _second_moment(factor: Tensor) -> Tensor:
+    """Σ over n and t of f fᵀ for factors (n, G, F, T): (G, F, F)."""
+    _, _, F, T = factor.shape
+    if T >= F:
+        return (factor @ factor.transpose(-1, -2)).sum(0)
+    flat = factor.permute(1, 2, 0, 3).flatten(2)
+    return flat @ flat.transpose(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -186,33 +279,33 @@ class EmbeddingBlock:
 
     indices: Tensor  # (n, T)
     gradients: Tensor  # (n, K, T, D)
-    num_rows: int
+    table_rows: int
 
     @property
     def size(self) -> int:
-        return self.num_rows * self.gradients.shape[3]
+        return self.table_rows * self.gradients.shape[3]
 
     def rows(self) -> Tensor:
         n, K, T, D = self.gradients.shape
-        rows = self.gradients.new_zeros(n, K, self.num_rows, D)
+        rows = self.gradients.new_zeros(n, K, self.table_rows, D)
         rows.scatter_add_(2, self.indices.view(n, 1, T, 1).expand(n, K, T, D), self.gradients)
         return rows.flatten(2)
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        table = vectors.view(len(vectors), self.num_rows, -1)[:, self.indices]  # (r, n, T, D)
+        table = vectors.view(len(vectors), self.table_rows, -1)[:, self.indices]  # (r, n, T, D)
         return self.gradients.flatten(2) @ table.flatten(2).permute(1, 2, 0)
 
     def transpose_matmul(self, weights: Tensor) -> Tensor:
         n, _, T, D = self.gradients.shape
         r = weights.shape[2]
         weighted = (weights.transpose(1, 2) @ self.gradients.flatten(2)).view(n, r, T, D)
-        table = weighted.new_zeros(r, self.num_rows, D)
+        table = weighted.new_zeros(r, self.table_rows, D)
         table.index_add_(1, self.indices.flatten(), weighted.transpose(0, 1).reshape(r, n * T, D))
         return table.flatten(1)
 
     def squared_sum(self) -> Tensor:
         _, K, _, D = self.gradients.shape
-        result = self.gradients.new_zeros(self.num_rows, D)
+        result = self.gradients.new_zeros(self.table_rows, D)
         for indices, gradients in zip(self.indices, self.gradients, strict=True):
             used, place = torch.unique(indices, return_inverse=True)
             rows = gradients.new_zeros(K, len(used), D).index_add_(1, place, gradients)
@@ -224,14 +317,18 @@ class EmbeddingBlock:
         hit = (self.indices[:, :, None] == indices // width).to(self.gradients.dtype)  # (n, T, m)
         return torch.einsum("nktm,ntm->nkm", self.gradients[..., indices % width], hit)
 
-    def rotated(self, into_inputs: Tensor | None, into_outputs: Tensor) -> "EmbeddingBlock":
-        """Other output basis only: one-hot inputs are already in the eigenbasis of their second moment."""
+    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
+        """The rows in another output basis: one-hot inputs are in the eigenbasis of their second moment as they are."""
         assert into_inputs is None
-        return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.num_rows)
+        return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
+
+    @property
+    def gradient_key(self) -> tuple[int, ...]:
+        return (self.gradients.data_ptr(),)
 
     def input_moment(self) -> Tensor:
         """The diagonal of Σ a aᵀ, which is diagonal: how often each row is used, (1, I)."""
-        return torch.bincount(self.indices.flatten(), minlength=self.num_rows).to(self.gradients)[None]
+        return torch.bincount(self.indices.flatten(), minlength=self.table_rows).to(self.gradients)[None]
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (1, D, D)."""
@@ -269,27 +366,20 @@ class SumBlock:
         return torch.stack([part.columns(indices) for part in self.parts]).sum(0)
 
 
-def summed(blocks: list[Block], joined: dict[tuple[int, ...], Tensor]) -> Block:
-    """One block for all uses of a parameter: outer blocks of one form side by side along T, else a sum.
-
-    `joined` remembers gradients that were put side by side, so that the weight and the bias of a map share them.
-    """
+def summed(blocks: list[Block]) -> Block:
+    """One block for all uses of a parameter."""
     if len(blocks) == 1:
         return blocks[0]
     outer = [b for b in blocks if isinstance(b, OuterBlock)]
-    same_form = len({(b.inputs.shape[1:3], b.gradients.shape[3], b.transposed) for b in outer}) == 1
+    same_form = len({(b.groups, b.fan_in, b.fan_out, b.transposed) for b in outer}) == 1
     if len(outer) == len(blocks) and same_form:
-        parts = [b.gradients for b in outer]
-        key = tuple(part.data_ptr() for part in parts)
-        if key not in joined:
-            joined[key] = torch.cat(parts, dim=-1)
-        return OuterBlock(torch.cat([b.inputs for b in outer], dim=-1), joined[key], outer[0].transposed)
+        return replace(outer[0], uses=tuple(use for b in outer for use in b.uses))
     tables = [b for b in blocks if isinstance(b, EmbeddingBlock)]
     if len(tables) == len(blocks):
         return EmbeddingBlock(
             torch.cat([b.indices for b in tables], dim=1),
             torch.cat([b.gradients for b in tables], dim=2),
-            tables[0].num_rows,
+            tables[0].table_rows,
         )
     if all(isinstance(b, RowBlock) for b in blocks):
         return RowBlock(torch.stack([b.rows() for b in blocks]).sum(0))

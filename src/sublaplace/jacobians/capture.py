@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock
+from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, OuterUse, RowBlock
 
-BlockBuilder = Callable[[Tensor, Tensor], Block]
-"""From the call's input (n, …) and the gradients at its output (n, K, …), batch in front, to a parameter's block."""
+Gradients = tuple[Tensor, ...]
+"""Gradients at a call's output, one (n, …) tensor for each of the K rows, the batch in front."""
+
+BlockBuilder = Callable[[Tensor, Gradients], Block]
+"""From the call's input (n, …), the batch in front, and the gradients at its output to a parameter's block."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,47 @@ class Call:
     input_elements: int  # numbers that the input takes up in a block; a convolution's patches repeat it
 
 
-def _positions(gradients: Tensor) -> Tensor:
-    """(n, K, …, O) → (n, K, 1, O, T)."""
-    return gradients.flatten(2, -2).transpose(-1, -2).unsqueeze(2)
+def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool = False) -> OuterBlock:
+    return OuterBlock((OuterUse(inputs, gradients, outputs),), len(gradients), transposed)
 
 
-def _ones_like_positions(gradients: Tensor) -> Tensor:
-    """The input of a bias: 1 at every position, (n, G, 1, T) for gradients (n, K, G, O, T)."""
-    n, _, groups, _, positions = gradients.shape
-    return gradients.new_ones(1).expand(n, groups, 1, positions)
+def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
+    """A bias is a map whose input is 1 at every position: gradients K times (n, 1, O, T)."""
+    n, positions = len(source), gradients[0].shape[3] if gradients else 1
+    ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
+    return _outer(ones.expand(n, 1, 1, positions), gradients, outputs)
 
 
-def _linear_weight(transposed: bool) -> BlockBuilder:
-    def build(source: Tensor, gradients: Tensor) -> Block:
+def _positions(gradient: Tensor) -> Tensor:
+    """(n, …, O) → (n, 1, O, T)."""
+    return gradient.flatten(1, -2).transpose(-1, -2).unsqueeze(1)
+
+
+def _linear_weight(weight: Tensor, transposed: bool) -> BlockBuilder:
+    def build(source: Tensor, gradients: Gradients) -> Block:
         a = source.flatten(1, -2).transpose(1, 2).unsqueeze(1)
-        return OuterBlock(a, _positions(gradients), transposed)
+        return _outer(a, tuple(map(_positions, gradients)), weight.shape[1 if transposed else 0], transposed)
 
     return build
 
 
-def _linear_bias(_: Tensor, gradients: Tensor) -> Block:
-    g = _positions(gradients)
-    return OuterBlock(_ones_like_positions(g), g)
+def _linear_bias(bias: Tensor | None) -> BlockBuilder:
+    def build(source: Tensor, gradients: Gradients) -> Block:
+        return _bias(source, tuple(map(_positions, gradients)), 0 if bias is None else len(bias))
+
+    return build
+
+
+def _stacked(gradients: Gradients, source: Tensor, width: int) -> Tensor:
+    """(n, K, …, width), also for K = 0."""
+    if gradients:
+        return torch.stack(gradients, dim=1)
+    return torch.empty(len(source), 0, *source.shape[1:], width, device=source.device)
+
+
+def _rows(source: Tensor, rows: Gradients, size: int) -> RowBlock:
+    """K times (n, size) as a block."""
+    return RowBlock(torch.stack(rows, dim=1) if rows else source.new_empty(len(source), 0, size))
 
 
 def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
@@ -79,7 +101,7 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
     return Use(
         source,
         lambda x, wrap: F.linear(x, wrap(weight), None if bias is None else wrap(bias)),
-        _known((weight, _linear_weight(False)), (bias, _linear_bias)),
+        _known((weight, _linear_weight(weight, False)), (bias, _linear_bias(bias))),
     )
 
 
@@ -87,7 +109,7 @@ def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
     source, weight = args[:2]
     if kwargs or len(args) != 2 or not isinstance(weight, Tensor) or weight.ndim != 2 or source.ndim < 2:
         return None
-    return Use(source, lambda x, wrap: x @ wrap(weight), _known((weight, _linear_weight(True))))
+    return Use(source, lambda x, wrap: x @ wrap(weight), _known((weight, _linear_weight(weight, True))))
 
 
 def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
@@ -99,7 +121,7 @@ def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
     return Use(
         source,
         lambda x, wrap: torch.addmm(wrap(bias), x, wrap(weight)),
-        _known((weight, _linear_weight(True)), (bias, _linear_bias)),
+        _known((weight, _linear_weight(weight, True)), (bias, _linear_bias(bias))),
     )
 
 
@@ -147,20 +169,19 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
         if source.ndim != spatial + 2:
             return None
 
-        def grouped(gradients: Tensor) -> Tensor:
-            """(n, K, M, O, *spatial) → (n, K, G, O/G, positions); M inputs of the call belong to one input x."""
-            return gradients.flatten(4).transpose(2, 3).flatten(3).unflatten(2, (groups, -1))
+        def grouped(gradient: Tensor, parts: int) -> Tensor:
+            """(n, M, O, *spatial) → (n, G, O/G, positions); M inputs of the call belong to one input x."""
+            return gradient.flatten(3).transpose(1, 2).flatten(2).unflatten(1, (parts, -1))
 
-        def build_weight(x: Tensor, gradients: Tensor) -> Block:
+        def build_weight(x: Tensor, gradients: Gradients) -> Block:
             n, inner = x.shape[:2]
             a = _patches(x.flatten(0, 1), weight.shape[2:], stride, padding, dilation)
             a = a.unflatten(0, (n, inner)).permute(0, 2, 3, 1, 4).flatten(3)  # (n, channels, kernel, positions)
-            return OuterBlock(a.unflatten(1, (groups, -1)).flatten(2, 3), grouped(gradients))
+            g = tuple(grouped(gradient, groups) for gradient in gradients)
+            return _outer(a.unflatten(1, (groups, -1)).flatten(2, 3), g, len(weight) // groups)
 
-        def build_bias(_: Tensor, gradients: Tensor) -> Block:
-            g = grouped(gradients)
-            g = g.flatten(2, 3).unsqueeze(2)
-            return OuterBlock(_ones_like_positions(g), g)
+        def build_bias(x: Tensor, gradients: Gradients) -> Block:
+            return _bias(x, tuple(grouped(gradient, 1) for gradient in gradients), len(weight))
 
         return Use(
             source,
@@ -184,8 +205,8 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
     if max_norm is not None or by_frequency or sparse:
         return None
 
-    def build(x: Tensor, gradients: Tensor) -> Block:
-        indices, g = x.flatten(1), gradients.flatten(2, -2)
+    def build(x: Tensor, gradients: Gradients) -> Block:
+        indices, g = x.flatten(1), _stacked(gradients, x, weight.shape[1]).flatten(2, -2)
         if padding_idx is not None:
             padding = padding_idx % len(weight)
             g = g * (indices != padding)[:, None, :, None]
@@ -204,22 +225,23 @@ def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use 
             return None
         weight, bias, source = values.get("weight"), values.get("bias"), values["input"]
         keep = len(values["normalized_shape"]) if trailing else 0
+        size = next((parameter.numel() for parameter in (weight, bias) if parameter is not None), 0)
 
         def reduce(g: Tensor) -> Tensor:
-            """(n, K, …) → (n, K, size): what is not a dimension of the parameter is summed."""
-            # Without `trailing` the channels follow the batch: (n, K, M, channels, *spatial).
-            dims = tuple(range(2, g.ndim - keep)) if trailing else (2, *range(4, g.ndim))
-            return (g.sum(dims) if dims else g).flatten(2)
+            """(n, …) → (n, size): what is not a dimension of the parameter is summed."""
+            # Without `trailing` the channels follow the batch: (n, M, channels, *spatial).
+            dims = tuple(range(1, g.ndim - keep)) if trailing else (1, *range(3, g.ndim))
+            return (g.sum(dims) if dims else g).flatten(1)
 
-        def build_scale(x: Tensor, gradients: Tensor) -> Block:
+        def build_scale(x: Tensor, gradients: Gradients) -> Block:
             plain = {**values, "input": x.flatten(0, 1), "weight": None}
             if "bias" in signature:
                 plain["bias"] = None
             normalised = function(**plain).unflatten(0, x.shape[:2])
-            return RowBlock(reduce(gradients * normalised.unsqueeze(1)))
+            return _rows(x, tuple(reduce(g * normalised) for g in gradients), size)
 
-        def build_shift(_: Tensor, gradients: Tensor) -> Block:
-            return RowBlock(reduce(gradients))
+        def build_shift(x: Tensor, gradients: Gradients) -> Block:
+            return _rows(x, tuple(map(reduce, gradients)), size)
 
         def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
             wrapped = {k: wrap(v) for k, v in (("weight", weight), ("bias", bias)) if v is not None}
@@ -256,12 +278,14 @@ def _elementwise(
         if torch.broadcast_shapes(parameter.shape, other.shape) != other.shape:
             return None
 
-        def build(x: Tensor, gradients: Tensor) -> Block:
+        def reduce(gradient: Tensor) -> Tensor:
+            aligned = (1,) * (gradient.ndim - 1 - parameter.ndim) + tuple(parameter.shape)
+            dims = [1 + d for d, size in enumerate(aligned) if size == 1]
+            return (gradient.sum(dims, keepdim=True) if dims else gradient).flatten(1)
+
+        def build(x: Tensor, gradients: Gradients) -> Block:
             factor = coefficient(place, x)
-            g = gradients * (factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
-            aligned = (1,) * (g.ndim - 2 - parameter.ndim) + tuple(parameter.shape)
-            dims = [2 + d for d, size in enumerate(aligned) if size == 1]
-            return RowBlock((g.sum(dims, keepdim=True) if dims else g).flatten(2))
+            return _rows(x, tuple(reduce(g * factor) for g in gradients), parameter.numel())
 
         def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
             return function(wrap(parameter), x) if place == 0 else function(x, wrap(parameter))

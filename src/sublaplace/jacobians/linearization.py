@@ -198,7 +198,7 @@ class Linearization:
         plan = next(reversed(self._plans.values()))
         largest = max(self.layout.sizes.values())
         general = sum(self.layout.sizes[name] for name in plan.general)
-        elements = rows * (2 * plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements
+        elements = rows * (plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements
         budget = min(self.memory_budget, _USEFUL_CHUNK)
         return max(1, int(budget / max(1, elements * self.dtype.itemsize)))
 
@@ -396,18 +396,12 @@ class Linearization:
         found: dict[str, list[Block]] = {}
         with torch.no_grad():
             for (call, axis), parts in zip(wanted, gathered, strict=True):
-                if not parts:
-                    empty = outputs.new_zeros(call.output_shape)
-                    gradients_in_front = axis.in_front(empty, n).unsqueeze(1)[:, :0]
-                else:
-                    gradients_in_front = torch.stack([axis.in_front(g, n) for g in parts], dim=1)
-                parts.clear()
+                in_front = tuple(axis.in_front(gradient, n) for gradient in parts)
                 source = axis.in_front(call.source, n)
                 for name, build in call.builders:
                     if name not in plan.general:
-                        found.setdefault(name, []).append(build(source, gradients_in_front))
-            joined: dict[tuple[int, ...], Tensor] = {}
-            return {name: summed(blocks, joined) for name, blocks in found.items()}
+                        found.setdefault(name, []).append(build(source, in_front))
+            return {name: summed(blocks) for name, blocks in found.items()}
 
 
 @dataclass(frozen=True)

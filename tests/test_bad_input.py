@@ -1,0 +1,906 @@
+"""Bad input gets an error that says what is wrong and what to do, and the model is as it was before.
+
+`untouched` compares everything about a model that a user could notice. It is wrapped around every error here, and
+around
+interrupts at every place where they may happen.
+"""
+
+import math
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import make
+from test_laplace import labels, loader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, SubspacePosterior
+
+# What must stay as it is ----------------------------------------------------------------------------------------------
+
+
+def state(model):
+    """Everything about a model that must survive; tensors as (object, value)."""
+
+    def kept(tensor):
+        return None if tensor is None else (id(tensor), tensor.detach().clone())
+
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        "training": {name: module.training for name, module in model.named_modules()},
+        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
+        "grad": {name: kept(p.grad) for name, p in model.named_parameters()},
+        "parameters": {name: kept(p) for name, p in model.named_parameters()},
+        "buffers": {name: kept(b) for name, b in model.named_buffers()},
+        "hooks": {name: [list(getattr(module, kind)) for kind in hooks] for name, module in model.named_modules()},
+        "tensor hooks": {name: list(p._backward_hooks or ()) for name, p in model.named_parameters()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
+    }
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@contextmanager
+def untouched(model):
+    """Asserts, also after an error (while its traceback is still alive), that nothing about the model has changed."""
+    before = state(model)
+    try:
+        yield
+    finally:
+        after = state(model)
+        changed = [what for what in before if not same(before[what], after[what])]
+        assert not changed, f"changed: {', '.join(changed)}"
+
+
+@contextmanager
+def refused(model, exception, *words):
+    """The block raises `exception` with all `words` in its message and leaves the model untouched."""
+    with untouched(model), pytest.raises(exception) as caught:
+        yield
+    missing = [word for word in words if word.lower() not in str(caught.value).lower()]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+class Sensitive(nn.Module):
+    """A network with everything that could be left behind: modes, flags, gradients, buffers, hooks."""
+
+    def __init__(self, outputs=3):
+        super().__init__()
+        self.first = nn.Linear(3, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(6, 5)
+        self.head = nn.Linear(5, outputs)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.second(self.drop(self.norm(self.first(x)).tanh())).relu())
+
+
+def sensitive(outputs=3):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Sensitive(outputs).double()
+        model(torch.randn(20, 3).double()).sum().backward()
+    model.first.weight.requires_grad_(False)
+    model.first.bias.grad = None
+    model.train()
+    model.second.eval()
+    model.second.register_forward_hook(lambda module, arguments, output: output)
+    model.norm.register_forward_pre_hook(lambda module, arguments: None)
+    model.head.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def data(n=8, outputs=3):
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, torch.arange(n) % outputs
+
+
+def batches(n=8, outputs=3, size=3):
+    return loader(*data(n, outputs), size)
+
+
+def regression_batches(n=8, outputs=3):
+    x, _ = data(n)
+    return loader(x, torch.randn(n, outputs, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+
+
+def fitted(model=None, **options):
+    return SubspaceLaplace(model or sensitive(), "classification", dim=4, **options).fit(batches())
+
+
+# Nothing is left behind, errors or not --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projector", [*PROJECTORS, "full"])
+def test_fitting_and_predicting_leave_the_model_as_it_was(projector):
+    model = sensitive()
+    with untouched(model):
+        la = SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(batches())
+        la(data()[0])
+        la.predict(batches(), link="mc")
+        la.functional_variance(data()[0])
+        la.functional_covariance(data()[0], joint=True)
+
+
+@pytest.mark.parametrize("name", ["lstm", "attention", "free-parameters", "tied-weights", "residual-batch-norm"])
+def test_networks_that_take_the_general_path_are_left_as_they_were(name):
+    model, inputs = make(name, 6)
+    model.train()
+    with untouched(model):
+        SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))(inputs)
+
+
+def test_a_model_in_training_mode_is_evaluated_in_eval_mode():
+    model = sensitive()
+    model.train()
+    training = fitted(model)(data()[0])
+    assert model.training
+    assert model.drop.training
+    model.eval()
+    assert torch.equal(training, fitted(model)(data()[0]))
+
+
+def test_buffers_that_a_forward_pass_replaces_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.linear(x)
+
+    model = Counting()
+    with untouched(model):
+        fitted(model)(data()[0])
+
+
+def test_the_global_random_state_is_not_touched():
+    model = sensitive()
+    before = torch.get_rng_state()
+    la = SubspaceLaplace(model, "classification", dim=4, num_subspace_inputs=5).fit(batches())
+    la(data()[0], link="mc")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_prediction_under_inference_mode_and_no_grad_is_the_same():
+    model = sensitive()
+    la = fitted(model)
+    x = data()[0]
+    expected = la(x)
+    with torch.no_grad():
+        assert torch.equal(la(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(la(x), expected)
+        assert torch.equal(fitted(model)(data()[0]), expected)
+
+
+class Interrupting:
+    """A loader whose batches end in Ctrl-C after `count` batches, over all passes."""
+
+    def __init__(self, source, count):
+        self.source, self.count = source, count
+
+    def __iter__(self):
+        for batch in self.source:
+            if self.count == 0:
+                raise KeyboardInterrupt
+            self.count -= 1
+            yield batch
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-swag"])
+def test_an_interrupt_inside_a_batch_leaves_the_model_as_it_was(projector, count):
+    model = sensitive()
+    la = SubspaceLaplace(model, "classification", projector=projector, dim=4)
+    with refused(model, KeyboardInterrupt):
+        la.fit(Interrupting(batches(), count))
+    with pytest.raises(RuntimeError, match="not fitted"):
+        la(data()[0])
+
+
+class InterruptedForward(Sensitive):
+    remaining = math.inf
+
+    def forward(self, x):
+        self.remaining -= 1
+        if self.remaining < 0:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def interrupted_model():
+    model = sensitive()
+    model.__class__ = InterruptedForward
+    model.remaining = 10**6
+    return model
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 12])
+def test_an_interrupt_inside_the_forward_pass_of_a_fit_leaves_the_model_as_it_was(count):
+    model = interrupted_model()
+    la = SubspaceLaplace(model, "classification", dim=4)
+    model.remaining = count
+    with refused(model, KeyboardInterrupt):
+        la.fit(batches())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_interrupt_inside_the_forward_pass_of_a_prediction_leaves_the_model_as_it_was(count):
+    model = interrupted_model()
+    la = fitted(model)
+    for member in (la, la.functional_variance, la.trace, lambda x: la.functional_covariance(x, joint=True)):
+        model.remaining = count
+        with refused(model, KeyboardInterrupt):
+            member(data()[0])
+
+
+@pytest.mark.parametrize("member", ["covariance", "variance", "traces", "joint_covariance"])
+def test_an_interrupt_between_the_chunks_of_a_prediction_leaves_the_model_as_it_was(monkeypatch, member):
+    model = sensitive()
+    la = fitted(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SubspacePosterior, member, interrupt)
+    call = {
+        "covariance": la,
+        "variance": la.functional_variance,
+        "traces": la.trace,
+        "joint_covariance": lambda x: la.functional_covariance(x, joint=True),
+    }[member]
+    with refused(model, KeyboardInterrupt):
+        call(data()[0])
+
+
+def test_an_interrupt_inside_a_loader_of_a_prediction_leaves_the_model_as_it_was():
+    model = sensitive()
+    la = fitted(model)
+    with refused(model, KeyboardInterrupt):
+        la.predict(Interrupting(batches(), 1))
+
+
+def test_an_interrupt_inside_a_projector_leaves_the_model_as_it_was():
+    def interrupting(context):
+        for _ in context.stream.jacobians("some pass"):
+            raise KeyboardInterrupt
+
+    model = sensitive()
+    la = SubspaceLaplace(model, "classification", projector=interrupting, dim=4)
+    with refused(model, KeyboardInterrupt):
+        la.fit(batches())
+
+
+def test_a_fit_that_fails_leaves_the_earlier_one_in_place():
+    model = sensitive()
+    la = fitted(model)
+    before = la(data()[0])
+    x, y = data()
+    with refused(model, ValueError, "labels"):
+        la.fit([(x, y), (x, y + 1)])
+    assert torch.equal(la(x), before)
+    assert la.dim == 4
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "a prior precision of zero": ({"prior_precision": 0.0}, ValueError, ["prior_precision", "positive"]),
+    "a negative prior precision": ({"prior_precision": -1}, ValueError, ["prior_precision", "positive", "-1"]),
+    "an infinite prior precision": ({"prior_precision": math.inf}, ValueError, ["prior_precision", "finite"]),
+    "a prior precision that is NaN": ({"prior_precision": math.nan}, ValueError, ["prior_precision", "finite", "nan"]),
+    "no prior precision": ({"prior_precision": None}, (TypeError, ValueError), ["prior_precision", "positive"]),
+    "several prior precisions": (
+        {"prior_precision": torch.ones(2)},
+        (TypeError, ValueError),
+        ["prior_precision", "positive number"],
+    ),
+    "an unknown prior precision": ({"prior_precision": "evidence"}, ValueError, ["prior_precision", "evidence"]),
+    "a negative dim": ({"dim": -3}, ValueError, ["dim", "negative", "-3"]),
+    "a dim of zero": ({"dim": 0}, ValueError, ["dim=0", "at least 1"]),
+    "a fractional dim": ({"dim": 2.5}, TypeError, ["dim", "integer", "2.5"]),
+    "a whole float as dim": ({"dim": 4.0}, TypeError, ["dim", "integer"]),
+    "a boolean dim": ({"dim": True}, TypeError, ["dim", "integer", "True"]),
+    "no dim": ({"dim": None}, TypeError, ["dim", "integer"]),
+    "an unknown projector": (
+        {"projector": "low-rank-kfac"},
+        ValueError,
+        ["low-rank-kfac", *PROJECTORS, "full"],
+    ),
+    "a projector that is no function": ({"projector": 3}, TypeError, ["projector", "name", "function"]),
+    "an unknown likelihood": (
+        {"likelihood": "poisson"},
+        ValueError,
+        ["poisson", "classification", "regression"],
+    ),
+    "no likelihood": ({"likelihood": None}, (TypeError, ValueError), ["likelihood", "classification", "regression"]),
+    "a loss as likelihood": (
+        {"likelihood": nn.CrossEntropyLoss()},
+        (TypeError, ValueError),
+        ["CrossEntropyLoss", "classification", "regression"],
+    ),
+    "noise of zero": ({"likelihood": "regression", "noise_std": 0.0}, ValueError, ["noise_std", "positive"]),
+    "negative noise": ({"likelihood": "regression", "noise_std": -0.1}, ValueError, ["noise_std", "positive"]),
+    "noise that is NaN": ({"likelihood": "regression", "sigma_noise": math.nan}, ValueError, ["noise_std", "finite"]),
+    "noise in classification": ({"noise_std": 0.1}, ValueError, ["noise_std", "regression"]),
+    "noise given twice": (
+        {"likelihood": "regression", "noise_std": 0.1, "sigma_noise": 0.1},
+        ValueError,
+        ["noise_std", "sigma_noise", "one of them"],
+    ),
+    "noise beside a likelihood that has it": (
+        {"likelihood": Gaussian(0.5), "noise_std": 0.1},
+        ValueError,
+        ["noise_std", "likelihood"],
+    ),
+    "no subspace inputs to draw": ({"num_subspace_inputs": 0}, ValueError, ["num_subspace_inputs", "positive"]),
+    "a fractional number of subspace inputs": (
+        {"num_subspace_inputs": 2.5},
+        (TypeError, ValueError),
+        ["num_subspace_inputs", "integer"],
+    ),
+    "a negative memory budget": ({"memory_budget": -1}, ValueError, ["memory_budget", "positive"]),
+}
+
+
+@pytest.mark.parametrize(("options", "exception", "words"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_setting_without_meaning_is_refused(options, exception, words):
+    model = sensitive()
+    options = {"likelihood": "classification", **options}
+    with refused(model, exception, *words):
+        SubspaceLaplace(model, **options)
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.functional.relu, "resnet"], ids=str)
+def test_a_model_that_is_no_module_is_refused(model):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        SubspaceLaplace(model, "classification")
+
+
+def test_an_integer_of_numpy_is_an_integer():
+    assert SubspaceLaplace(sensitive(), "classification", dim=np.int64(4)).fit(batches()).dim == 4
+
+
+def test_the_noise_of_a_likelihood_object_is_kept():
+    la = SubspaceLaplace(sensitive(), Gaussian(0.5), dim=4).fit(regression_batches())
+    assert la.noise_std == 0.5
+
+
+def test_a_likelihood_object_and_its_name_give_the_same_posterior():
+    model = sensitive()
+    x = data()[0]
+    assert torch.equal(SubspaceLaplace(model, Categorical(), dim=4).fit(batches())(x), fitted(model)(x))
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_parameters_that_require_grad_is_refused():
+    model = sensitive().requires_grad_(False)
+    with refused(model, ValueError, "no parameter that requires grad", "requires_grad=True"):
+        SubspaceLaplace(model, "classification")
+
+
+def test_parameters_of_several_dtypes_are_refused():
+    model = sensitive()
+    model.head.float()
+    with refused(model, ValueError, "dtypes", "float32", "float64", "convert"):
+        SubspaceLaplace(model, "classification")
+
+
+def test_parameters_on_several_devices_are_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move them to one"):
+        SubspaceLaplace(model, "classification")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_parameter_that_is_not_finite_is_named(value):
+    model = sensitive()
+    with torch.no_grad():
+        model.second.weight[1, 2] = value
+    with refused(model, ValueError, "second.weight", "NaN or infinity"):
+        SubspaceLaplace(model, "classification")
+
+
+def test_a_parameter_that_stopped_to_be_finite_before_the_fit_is_named():
+    model = sensitive()
+    la = SubspaceLaplace(model, "classification")
+    with torch.no_grad():
+        model.second.bias[1] = math.nan
+    with refused(model, ValueError, "second.bias", "NaN or infinity"):
+        la.fit(batches())
+
+
+def test_a_frozen_parameter_that_is_not_finite_is_named():
+    model = sensitive()
+    with torch.no_grad():
+        model.first.weight[0, 0] = math.nan
+    assert not model.first.weight.requires_grad
+    with refused(model, ValueError, "first.weight", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+class Shaped(nn.Module):
+    """A linear map whose result is then changed by a function."""
+
+    def __init__(self, change, outputs=3):
+        super().__init__()
+        self.inner = nn.Linear(3, 4, dtype=torch.float64)
+        self.linear = nn.Linear(4, outputs, dtype=torch.float64)
+        self.change = change
+
+    def forward(self, x):
+        return self.change(self.linear(self.inner(x)))
+
+
+def shaped(change, outputs=3):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Shaped(change, outputs)
+
+
+WRONG_OUTPUTS = {
+    "one dimension": (lambda y: y[:, 0], "(3,)"),
+    "three dimensions": (lambda y: y[:, :, None], "(3, 3, 1)"),
+    "a mean over the batch": (lambda y: y.mean(0, keepdim=True), "(1, 3)"),
+    "a tuple": (lambda y: (y, y), "tuple"),
+    "nothing": (lambda y: None, "NoneType"),
+}
+
+
+@pytest.mark.parametrize(("change", "shape"), WRONG_OUTPUTS.values(), ids=WRONG_OUTPUTS.keys())
+def test_outputs_that_are_not_a_matrix_are_refused_with_their_shape(change, shape):
+    model = shaped(change)
+    with refused(model, ValueError, "(3, C)", shape, "wrap"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+def test_a_scalar_output_for_a_single_input_is_refused():
+    model = shaped(lambda y: y.squeeze(), outputs=1)
+    x, _ = data()
+    with refused(model, ValueError, "C)", "wrap"):
+        SubspaceLaplace(model, "regression", dim=4).fit([(x, x[:, :1])])
+
+
+class BatchStatistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4, track_running_stats=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.linear(x)))
+
+
+class RecurrentOverTheBatch(nn.Module):
+    """The classic mistake: `batch_first` forgotten, so that the recurrence runs over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(3, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x[:, None].expand(-1, 2, -1))[0][:, -1])
+
+
+MIXING = {
+    "batch statistics": BatchStatistics,
+    "a mean over the batch": lambda: shaped(lambda y: y - y.mean(0)),
+    "attention over the batch": lambda: shaped(lambda y: (y @ y.T).softmax(1) @ y),
+    "the next input": lambda: shaped(lambda y: y + y.roll(-1, 0)),
+    "the previous input": lambda: shaped(lambda y: y + F.pad(y, (0, 0, 1, 0))[:-1]),
+    "a sum over the inputs so far": lambda: shaped(lambda y: y.cumsum(0)),
+    "a recurrence over the batch": RecurrentOverTheBatch,
+}
+
+
+@pytest.mark.parametrize("build", MIXING.values(), ids=MIXING.keys())
+def test_outputs_that_depend_on_other_inputs_of_the_batch_are_refused(build):
+    model = build().double()
+    with refused(model, ValueError, "depend on the other inputs of its batch"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches(size=4))
+
+
+def test_randomness_that_eval_mode_does_not_switch_off_is_refused():
+    model = shaped(lambda y: F.dropout(y, 0.5, training=True))
+    with refused(model, (ValueError, RuntimeError), "random"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+def test_a_layer_whose_activations_overflow_is_named():
+    model = sensitive()
+    with torch.no_grad():
+        model.norm.bias.fill_(10.0)  # so that tanh is near one
+        model.second.weight.fill_(1e308)
+    with refused(model, ValueError, "second.weight", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+def test_nan_from_a_function_without_parameters_is_traced_to_the_next_layer():
+    model = shaped(torch.log)
+    with refused(model, ValueError, "outputs", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+class InfiniteSlope(nn.Module):
+    """Finite outputs with derivatives that are NaN: √ of negative numbers, masked afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(torch.where(h > 0, h.sqrt(), torch.zeros_like(h)))
+
+
+@pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "subset-magnitude", "last-layer", "full"])
+def test_derivatives_that_are_not_finite_are_refused_with_the_parameter(projector):
+    torch.manual_seed(0)
+    model = InfiniteSlope().double()
+    with refused(model, ValueError, "inner.", "Jacobian", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(batches())
+
+
+def test_derivatives_that_stop_to_be_finite_in_a_later_batch_are_refused():
+    torch.manual_seed(0)
+    model = InfiniteSlope().double()
+    with torch.no_grad():
+        model.inner.weight.copy_(torch.eye(4, 3))
+        model.inner.bias.fill_(0.1)
+    x, y = data()
+    with refused(model, ValueError, "inner.", "Jacobian", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", dim=4).fit([(x.abs(), y), (-x.abs() - 1, y)])
+
+
+def test_last_layer_of_a_network_with_a_frozen_last_layer_is_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].requires_grad_(False)
+    with refused(model, ValueError, "last-layer", "require grad"):
+        SubspaceLaplace(model, "classification", projector="last-layer").fit(batches())
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+X, Y = data()
+WRONG_DATA = {
+    "a label above the classes": ("classification", [(X, Y), (X, Y + 1)], ["labels", "0 … 2", "3"]),
+    "a negative label": ("classification", [(X, Y - 1)], ["labels", "0 … 2", "-1"]),
+    "float labels": ("classification", [(X, Y.double())], ["integer", "float64"]),
+    "one-hot labels": ("classification", [(X, F.one_hot(Y, 3))], ["shape (n,)", "(8, 3)"]),
+    "a column of labels": ("classification", [(X, Y[:, None])], ["shape (n,)", "(8, 1)"]),
+    "too few labels": ("classification", [(X, Y[:5])], ["5 labels", "8 inputs"]),
+    "integer targets": ("regression", [(X, torch.ones(8, 3).long())], ["floating-point", "int64"]),
+    "a vector of targets": ("regression", [(X, X[:, 0])], ["(8,)", "(8, 3)"]),
+    "too few outputs in the targets": ("regression", [(X, X[:, :1])], ["(8, 1)", "(8, 3)"]),
+    "too few targets": ("regression", [(X, X[:4])], ["(4, 3)", "(8, 3)"]),
+    "targets that are NaN": ("regression", [(X, X * math.nan)], ["targets", "NaN or infinity"]),
+    "inputs that are NaN": ("classification", [(X * math.nan, Y)], ["inputs", "NaN or infinity"]),
+    "inputs that are infinite": ("classification", [(X + math.inf, Y)], ["inputs", "NaN or infinity"]),
+    "inputs that are NaN in a later batch": ("classification", [(X, Y), (X * math.nan, Y)], ["inputs", "NaN"]),
+    "an empty list": ("classification", [], ["empty"]),
+    "batches without inputs": ("classification", [(X[:0], Y[:0])], ["empty"]),
+    "batches without targets": ("classification", [X], ["pair", "(inputs, targets)"]),
+    "batches of three": ("classification", [(X, Y, Y)], ["pair", "(inputs, targets)"]),
+    "targets in a list": ("classification", [(X, list(range(8)))], ["pair", "(inputs, targets)"]),
+    "a mapping without labels": ("classification", [{"x": X, "y": Y}], ["labels", "['x', 'y']"]),
+    "inputs and targets without a loader": ("classification", (X, Y), ["(inputs, targets)"]),
+    "residuals without spread": ("regression", "the outputs themselves", ["residuals", "noise_std"]),
+}
+
+
+@pytest.mark.parametrize(("likelihood", "given", "words"), WRONG_DATA.values(), ids=WRONG_DATA.keys())
+def test_data_that_do_not_fit_are_refused(likelihood, given, words):
+    model = sensitive()
+    if isinstance(given, str):
+        with torch.no_grad():
+            model.head.weight.zero_()
+            given = [(X, model.head.bias.expand(8, 3).detach() - 1)]
+    la = SubspaceLaplace(model, likelihood, dim=4)
+    with refused(model, ValueError, *words):
+        la.fit(given)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        la(X)
+
+
+def test_a_batch_without_inputs_between_others_changes_nothing():
+    model = sensitive()
+    with_empty = SubspaceLaplace(model, "classification", dim=4).fit([(X, Y), (X[:0], Y[:0])])
+    assert torch.equal(with_empty(X), SubspaceLaplace(model, "classification", dim=4).fit([(X, Y)])(X))
+
+
+def test_a_classifier_with_one_output_is_told_to_have_two():
+    model = sensitive(outputs=1)
+    for targets in (Y % 2, Y * 0):
+        with refused(model, ValueError, "two outputs"):
+            SubspaceLaplace(model, "classification", dim=4).fit([(X, targets)])
+
+
+NO_LOADERS = {
+    "a tensor": (X, TypeError, ["loader", "DataLoader"]),
+    "a dataset": (TensorDataset(X, Y), TypeError, ["loader", "DataLoader"]),
+    "a number": (3, TypeError, ["iterable", "(inputs, targets)"]),
+    "nothing": (None, TypeError, ["iterable", "(inputs, targets)"]),
+}
+
+
+@pytest.mark.parametrize(("given", "exception", "words"), NO_LOADERS.values(), ids=NO_LOADERS.keys())
+def test_what_is_no_loader_is_refused(given, exception, words):
+    model = sensitive()
+    with refused(model, exception, *words):
+        SubspaceLaplace(model, "classification", dim=4).fit(given)
+
+
+class Stream(IterableDataset):
+    """A dataset that holds a generator, which is used up after one pass."""
+
+    def __init__(self):
+        self.items = zip(X, Y, strict=True)
+
+    def __iter__(self):
+        return self.items
+
+
+class HiddenIterator:
+    def __init__(self):
+        self.batches = iter(batches())
+
+    def __iter__(self):
+        return self.batches
+
+
+ONE_SHOT = {
+    "a generator": lambda: (batch for batch in batches()),
+    "an iterator of a list": lambda: iter(batches()),
+    "a zip": lambda: zip([X], [Y], strict=True),
+    "an iterator of a DataLoader": lambda: iter(DataLoader(TensorDataset(X, Y), batch_size=3)),
+    "an object that hides an iterator": HiddenIterator,
+    "a DataLoader of a stream": lambda: DataLoader(Stream(), batch_size=3),
+}
+
+
+@pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-magnitude", "full"])
+@pytest.mark.parametrize("build", ONE_SHOT.values(), ids=ONE_SHOT.keys())
+def test_an_iterator_that_can_be_read_only_once_is_refused(build, projector):
+    model = sensitive()
+    with refused(model, ValueError, "one-shot", "several times", "DataLoader"):
+        SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(build())
+
+
+def test_a_data_loader_with_shuffling_is_welcome():
+    generator = torch.Generator().manual_seed(0)
+    shuffled = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True, generator=generator)
+    found = SubspaceLaplace(sensitive(), "classification", dim=4).fit(shuffled)(X)
+    assert torch.allclose(found, fitted()(X), rtol=1e-8)
+
+
+NO_INPUTS = {"an empty list": [], "an empty tensor": X[:0]}
+
+
+@pytest.mark.parametrize("given", NO_INPUTS.values(), ids=NO_INPUTS.keys())
+def test_a_subspace_from_no_inputs_is_refused(given):
+    model = sensitive()
+    with refused(model, ValueError, "subspace_inputs", "empty"):
+        SubspaceLaplace(model, "classification", dim=4, subspace_inputs=given).fit(batches())
+
+
+def test_subspace_inputs_that_are_not_finite_are_refused():
+    model = sensitive()
+    with refused(model, ValueError, "inputs", "NaN or infinity"):
+        SubspaceLaplace(model, "classification", dim=4, subspace_inputs=X * math.nan).fit(batches())
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_projection_that_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
+    model = sensitive()
+    la = SubspaceLaplace(model, "classification", dim=40)
+    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 1000)
+    with refused(model, MemoryError, "projection", "KiB", "1000 B", "dim", "subset"):
+        la.fit(batches())
+
+
+def test_an_exact_posterior_that_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
+    model = sensitive()
+    for projector in ("full", "lowrank-ggn"):
+        la = SubspaceLaplace(model, "classification", projector=projector, dim=1)
+        monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 4000)
+        with refused(model, MemoryError, "exact", "KiB", "3.9 KiB", "lowrank-kfac"):
+            la.fit(batches())
+
+
+def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
+    model = sensitive()
+    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 1000)
+    la = SubspaceLaplace(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
+    with refused(model, MemoryError, "projection", "truncate"):
+        _ = la.projection
+    assert la.truncate(1).projection.shape == (la.num_parameters, 1)
+
+
+# Use of a posterior ---------------------------------------------------------------------------------------------------
+
+USES = {
+    "call": lambda la: la(X),
+    "predict": lambda la: la.predict(X),
+    "functional_covariance": lambda la: la.functional_covariance(X),
+    "joint functional_covariance": lambda la: la.functional_covariance(X, joint=True),
+    "functional_variance": lambda la: la.functional_variance(X),
+    "trace": lambda la: la.trace(X),
+}
+NO_DATA = {
+    "projection": lambda la: la.projection,
+    "dim": lambda la: la.dim,
+    "truncate": lambda la: la.truncate(2),
+    "with_prior": lambda la: la.with_prior(2.0),
+}
+
+
+@pytest.mark.parametrize("use", (USES | NO_DATA).values(), ids=(USES | NO_DATA).keys())
+def test_use_before_the_fit_is_refused(use):
+    model = sensitive()
+    with refused(model, RuntimeError, "not fitted", "fit(train_loader)"):
+        use(SubspaceLaplace(model, "classification", dim=4))
+
+
+def optimizer_step(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def loaded_weights(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def changed_data(model):
+    model.head.weight.data.add_(1.0)
+
+
+def replaced_data(model):
+    model.head.weight.data = model.head.weight.data + 1.0
+
+
+def replaced_layer(model):
+    model.head = nn.Linear(5, 3, dtype=torch.float64)
+
+
+def other_dtype(model):
+    model.float()
+
+
+def other_statistics(model):
+    model.norm.running_mean += 1
+
+
+CHANGES = [optimizer_step, loaded_weights, changed_data, replaced_data, replaced_layer, other_dtype, other_statistics]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.replace("_", " "))
+def test_a_model_that_has_changed_since_the_fit_is_refused(change):
+    model = sensitive()
+    la = fitted(model)
+    change(model)
+    x = X.to(model.head.weight.dtype)
+    for use in (lambda: la(x), lambda: la.functional_variance(x), lambda: la.functional_covariance(x, joint=True)):
+        with refused(model, RuntimeError, "changed since fit", "fit again"):
+            use()
+
+
+def test_what_does_not_change_the_function_may_change_after_the_fit():
+    model = sensitive()
+    la = fitted(model)
+    expected = la(X)
+    model.zero_grad()
+    model.train()
+    model.eval()
+    model.requires_grad_(False)
+    assert torch.equal(la(X), expected)
+    model.requires_grad_(True)
+    assert torch.equal(la(X), expected)
+    assert la.num_parameters == 12 + 6 + 35 + 18
+
+
+@pytest.mark.parametrize("link", ["softmax", "", None])
+def test_an_unknown_link_is_refused_with_those_that_exist(link):
+    model = sensitive()
+    la = fitted(model)
+    with refused(model, ValueError, "link", "probit", "mc", "bridge"):
+        la(X, link=link)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_inputs_that_are_not_finite_are_refused_in_predictions(use, monkeypatch):
+    model = sensitive()
+    la = fitted(model)
+    monkeypatch.setitem(globals(), "X", X * math.nan)
+    with refused(model, ValueError, "inputs", "NaN or infinity"):
+        use(la)
+
+
+@pytest.mark.parametrize("given", NO_INPUTS.values(), ids=NO_INPUTS.keys())
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_predictions_for_no_inputs_are_refused(use, given, monkeypatch):
+    model = sensitive()
+    la = fitted(model)
+    monkeypatch.setitem(globals(), "X", given)
+    with refused(model, ValueError, "no inputs"):
+        use(la)
+
+
+def test_truncation_to_more_dimensions_than_there_are_is_refused():
+    model = sensitive()
+    la = fitted(model)
+    with refused(model, ValueError, "truncate", "5", "4"):
+        la.truncate(5)
+    for dim, exception in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
+        with refused(model, exception, "dim"):
+            la.truncate(dim)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, None])
+def test_another_prior_without_meaning_is_refused(value):
+    model = sensitive()
+    la = fitted(model)
+    with refused(model, (TypeError, ValueError), "prior_precision", "positive"):
+        la.with_prior(value)
+
+
+@pytest.mark.parametrize("use", ["projection", "truncate", "trace"])
+def test_the_full_posterior_has_no_subspace_and_says_so(use):
+    model = sensitive()
+    la = SubspaceLaplace(model, "classification", projector="full").fit(batches())
+    with refused(model, ValueError, "full", "no subspace"):
+        (NO_DATA | USES)[use](la)
+
+
+# Warned about, then done ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn"])
+def test_a_dim_above_the_numerical_rank_is_lowered_with_a_warning_that_gives_the_rank(projector):
+    model = sensitive()
+    with untouched(model), pytest.warns(UserWarning, match=r"dim=20 .*numerical rank 6 .*dim=6 is used"):
+        la = SubspaceLaplace(model, "classification", projector=projector, dim=20, subspace_inputs=X[:2]).fit(batches())
+    assert la.dim == 6
+    P = la.projection
+    assert P.shape == (la.num_parameters, 6)
+    assert torch.allclose(P.T @ P, torch.eye(6).double(), atol=1e-12)
+
+
+@pytest.mark.parametrize("projector", ["subset-magnitude", "subset-diagonal"])
+def test_a_dim_above_the_number_of_parameters_is_lowered_with_a_warning(projector):
+    model = sensitive()
+    p = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    with untouched(model), pytest.warns(UserWarning, match=f"dim={p + 1} .*number of parameters.*dim={p}"):
+        la = SubspaceLaplace(model, "classification", projector=projector, dim=p + 1).fit(batches())
+    assert la.dim == la.num_parameters == p
+
+
+def test_a_network_whose_outputs_do_not_depend_on_its_parameters_is_refused():
+    model = shaped(lambda y: 0 * y)
+    with refused(model, ValueError, "do not depend", "Jacobian is zero"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())

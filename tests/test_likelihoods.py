@@ -1,0 +1,148 @@
+"""Roots of output Hessians in all their forms, and how many of their columns matter."""
+
+import math
+
+import pytest
+import torch
+from dense_reference import softmax_hessians
+
+from sublaplace.likelihoods import Categorical, Gaussian, significant
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def logits(C, n=6, scale=2.0, seed=0):
+    return scale * torch.randn(n, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def products(cotangents):
+    """R Rᵀ from the columns of R as rows."""
+    return cotangents.transpose(1, 2) @ cotangents
+
+
+# Categorical ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("C", "K"), [(2, 1), (3, 2), (10, 9), (64, 63), (65, 65), (100, 100)])
+def test_a_categorical_needs_one_direction_less_than_classes_until_the_columns_are_taken(C, K):
+    outputs = logits(C)
+    R = Categorical().cotangents(outputs)
+    assert R.shape == (6, K, C)
+    assert torch.allclose(products(R), softmax_hessians(outputs), rtol=0, atol=100 * EPS)
+
+
+@pytest.mark.parametrize("C", [2, 3, 10])
+def test_cotangents_are_eigenvectors_of_the_output_hessian_that_do_not_see_a_common_shift(C):
+    outputs = logits(C)
+    R = Categorical().cotangents(outputs)
+    crossed = R @ R.transpose(1, 2)  # eigenvectors are orthogonal: the eigenvalues on the diagonal, nothing beside it
+    values = torch.linalg.eigvalsh(softmax_hessians(outputs))[:, 1:].flip(1)
+    assert torch.allclose(crossed, torch.diag_embed(values), rtol=0, atol=100 * EPS)
+    assert R.sum(2).abs().max() <= 100 * EPS**0.5
+
+
+@pytest.mark.parametrize("C", [2, 3, 10, 70])
+def test_cotangents_do_not_change_the_hessian_when_all_logits_move_together(C):
+    outputs = logits(C)
+    one, other = (products(Categorical().cotangents(f)) for f in (outputs, outputs + 100))
+    assert torch.allclose(one, other, rtol=0, atol=1e4 * EPS)
+
+
+@pytest.mark.parametrize("C", [2, 3, 70])
+def test_cotangents_of_a_saturated_output_are_zero_and_finite(C):
+    outputs = torch.zeros(1, C, dtype=torch.float64)
+    outputs[0, 0] = 1e4
+    R = Categorical().cotangents(outputs)
+    assert torch.isfinite(R).all()
+    assert R.abs().max() <= 10 * EPS
+
+
+@pytest.mark.parametrize("C", [2, 5, 70])
+def test_cotangents_of_float32_outputs_are_formed_in_double_precision(C):
+    outputs = logits(C).float()
+    R = Categorical().cotangents(outputs)
+    assert R.dtype == torch.float32
+    expected = softmax_hessians(outputs)
+    assert (products(R.double()) - expected).abs().max() <= 10 * torch.finfo(torch.float32).eps * expected.abs().max()
+
+
+def test_log_likelihood_of_a_label_without_probability_is_finite_and_very_small():
+    found = Categorical().log_likelihood(torch.tensor([[1000.0, 0.0]]), torch.tensor([1]))
+    assert found.item() == -1000.0
+
+
+def test_labels_of_any_integer_dtype_are_labels():
+    outputs = logits(3, n=3)
+    expected = Categorical().log_likelihood(outputs, torch.tensor([0, 1, 2]))
+    for dtype in (torch.uint8, torch.int32, torch.int16):
+        targets = torch.tensor([0, 1, 2], dtype=dtype)
+        Categorical().check_targets(outputs, targets)
+        assert torch.equal(Categorical().log_likelihood(outputs, targets), expected)
+
+
+# Gaussian -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_of_a_gaussian_is_in_its_scale_and_not_in_its_root():
+    outputs = logits(3)
+    assert torch.equal(Gaussian(0.2).cotangents(outputs), Gaussian(5.0).cotangents(outputs))
+    assert Gaussian(0.2).curvature_scale == pytest.approx(25.0, rel=4 * EPS)
+    assert Gaussian(0.2).with_noise(0.5) == Gaussian(0.5)
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, math.nan, math.inf])
+def test_noise_without_meaning_is_refused(noise):
+    with pytest.raises(ValueError, match="noise_std must be positive and finite"):
+        Gaussian(noise)
+
+
+# How many directions matter -------------------------------------------------------------------------------------------
+
+
+def dropped_share(cotangents, counts):
+    kept = torch.arange(cotangents.shape[1]) < counts[:, None]
+    lengths = cotangents.double().square().sum(2)
+    return float((lengths * ~kept).sum() / lengths.sum())
+
+
+@pytest.mark.parametrize("C", [2, 3, 10, 70])
+@pytest.mark.parametrize("tolerance", [1e-8, 1e-4, 1e-2, 0.3])
+def test_the_dropped_share_is_no_more_than_the_tolerance_and_no_direction_more_could_be_dropped(C, tolerance):
+    cotangents = Categorical().cotangents(logits(C, n=40, scale=8.0))
+    counts = significant(cotangents, tolerance)
+    assert counts.shape == (40,)
+    assert dropped_share(cotangents, counts) <= tolerance * (1 + 100 * EPS)
+    lengths = cotangents.square().sum(2)
+    kept = torch.arange(cotangents.shape[1]) < counts[:, None]
+    assert dropped_share(cotangents, counts) + float(lengths[kept].min() / lengths.sum()) > tolerance
+
+
+def test_a_tolerance_of_zero_keeps_every_direction():
+    cotangents = Categorical().cotangents(logits(5, n=7))
+    cotangents[2] = 0
+    assert significant(cotangents, 0.0).tolist() == [4] * 7
+
+
+def test_inputs_without_curvature_need_no_direction():
+    cotangents = Categorical().cotangents(logits(5, n=7))
+    cotangents[2] = 0
+    assert significant(cotangents, 1e-8)[2] == 0
+    assert (significant(cotangents, 1e-8)[[0, 1, 3]] > 0).all()
+
+
+def test_data_without_any_curvature_need_no_direction():
+    assert significant(torch.zeros(4, 3, 5), 1e-8).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.3, 0.99])
+def test_directions_of_equal_length_are_not_dropped_beyond_the_tolerance(tolerance):
+    cotangents = torch.zeros(10, 1, 2, dtype=torch.float64)
+    cotangents[:, 0, 0] = 1  # the same input ten times
+    counts = significant(cotangents, tolerance)
+    assert dropped_share(cotangents, counts) <= tolerance
+
+
+def test_many_equal_inputs_are_not_all_dropped():
+    cotangents = Categorical().cotangents(torch.cat([logits(3, n=2), torch.tensor([[9.0, 0.0, -9.0]]).repeat(500, 1)]))
+    for tolerance in (1e-4, 1e-3, 1e-2):
+        assert dropped_share(cotangents, significant(cotangents, tolerance)) <= tolerance

@@ -12,6 +12,7 @@ import copy
 import ctypes
 import gc
 import json
+import os
 import resource
 import sys
 import time
@@ -58,6 +59,13 @@ def release_memory() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def busy_seconds() -> float:
+    """Processor seconds of the whole machine since it started, all cores together."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split()[1:9]]
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
 def duration(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
@@ -67,7 +75,7 @@ def duration(run: Callable[[], Any]) -> float:
 def measure(
     setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, repetitions: int, proportional: bool
 ) -> dict[str, Any]:
-    """Seconds of each repetition for all inputs, and the peak memory beyond that before the setup, in MB."""
+    """Seconds of each repetition for all inputs, cores that other work took meanwhile, and added peak memory."""
     release_memory()
     baseline = memory("VmRSS")
 
@@ -84,11 +92,15 @@ def measure(
     release_memory()
     if foretold < REPETITION_SECONDS:
         run()
+    others = busy_seconds() - time.process_time()
+    start = time.perf_counter()
     seconds: list[float] = []
     while not seconds or (len(seconds) < repetitions and sum(seconds) < REPETITION_SECONDS):
         seconds.append(duration(run) / count * len(inputs))
+    others = busy_seconds() - time.process_time() - others
     return {
         "seconds": seconds,
+        "other_cores": max(others, 0.0) / (time.perf_counter() - start),
         "extrapolated": extrapolated,
         "measured_inputs": count,
         "peak_memory_mb": memory("VmHWM") - baseline,

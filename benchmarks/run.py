@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 from collections import defaultdict
@@ -21,6 +20,7 @@ from make_environment import make_environment
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
+DISTURBANCE = 0.1  # cores
 NETWORKS = ["peers-cnn", "paper-cnn"]
 WEIGHTS = ["random", "trained"]
 
@@ -40,13 +40,12 @@ Setting = tuple[str, str]  # network, weights
 
 def measured(python: Path, case: str, **options: str | int) -> Measurement:
     """Measure one case in a fresh process; a process that dies is a result too."""
-    load = os.getloadavg()[0]
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     process = subprocess.run([python, "measure.py", case, *arguments], cwd=HERE, capture_output=True, text=True)
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines() or ["no message"]
-        return {"load": load, "error": f"process ended with code {process.returncode}: {lines[-1]}"}
-    return json.loads(process.stdout.splitlines()[-1]) | {"load": load}
+        return {"error": f"process ended with code {process.returncode}: {lines[-1]}"}
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def description(python: Path) -> dict[str, Any]:
@@ -95,8 +94,11 @@ def case_table(results: dict[str, list[Measurement]]) -> list[str]:
             lines.append(f"| {case} | – | – | – | {short(rounds[-1]['error'])} |")
             continue
         memory = statistics.median(one["peak_memory_mb"] for one in rounds)
-        extrapolated = [one for one in rounds if one["extrapolated"]]
-        note = f"extrapolated from {extrapolated[0]['measured_inputs']} inputs" if extrapolated else ""
+        notes = [f"extrapolated from {one['measured_inputs']} inputs" for one in rounds if one["extrapolated"]]
+        other = max(one["other_cores"] for one in rounds)
+        if other > DISTURBANCE:
+            notes.append(f"disturbed: up to {other:.1f} cores of other work")
+        note = "; ".join(dict.fromkeys(notes))
         batch = rounds[0]["batch_size"] or "own choice"
         lines.append(f"| {case} | {batch} | {spread(milliseconds(rounds))} | {memory:.0f} | {note} |")
     return lines
@@ -124,7 +126,6 @@ def report(
 ) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in about["machine"].items())
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
-    loads = [one["load"] for table in results.values() for rounds in table.values() for one in rounds]
     lines = [
         "# Side by side with the peers",
         "",
@@ -132,8 +133,8 @@ def report(
         "",
         f"- Machine: {machine}.",
         f"- Versions: {versions}.",
-        f"- Load average before a case: median {statistics.median(loads):.1f}, maximum {max(loads):.1f}; "
-        f"the benchmark itself makes {about['machine']['threads used']}, more is other work that distorts timings.",
+        "- Disturbed means that other work took more than "
+        f"{DISTURBANCE:.0%} of a core while a case was timed: such times are not to be trusted.",
         f"- {inputs} FashionMNIST inputs, float32, {num_rounds} rounds over all cases, each case in a fresh process, "
         "repeated after a warm-up. Time ratios are taken round by round.",
         "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from sublaplace.jacobians.blocks import EmbeddingBlock, OuterBlock, RowBlock, SumBlock, summed
+from sublaplace.jacobians.blocks import EmbeddingBlock, OuterBlock, OuterUse, RowBlock, SumBlock, summed
 
 TOLERANCE = 1e3 * torch.finfo(torch.float64).eps
 
@@ -15,7 +15,12 @@ def randn(*shape, seed=0):
 
 
 def outer_block(n=3, K=2, G=1, O=4, I=5, T=1, transposed=False, seed=0):
-    return OuterBlock(randn(n, G, I, T, seed=seed), randn(n, K, G, O, T, seed=seed + 1), transposed)
+    return OuterBlock.of(randn(n, G, I, T, seed=seed), randn(n, K, G, O, T, seed=seed + 1), transposed)
+
+
+def twice(first, second):
+    """A map that is called twice."""
+    return OuterBlock((*first.uses, *second.uses), first.num_rows, first.transposed)
 
 
 def embedding_block(n=3, K=2, T=4, D=5, num_rows=4, seed=0):
@@ -33,15 +38,15 @@ def loop_rows(block):
         return sum(loop_rows(part) for part in block.parts)
     if isinstance(block, EmbeddingBlock):
         n, K, T, D = block.gradients.shape
-        rows = torch.zeros(n, K, block.num_rows, D, dtype=torch.float64)
+        rows = torch.zeros(n, K, block.table_rows, D, dtype=torch.float64)
         for i, k, t in product(range(n), range(K), range(T)):
             rows[i, k, block.indices[i, t]] += block.gradients[i, k, t]
         return rows.reshape(n, K, -1)
-    n, K, G, O, T = block.gradients.shape
-    fan_in = block.inputs.shape[2]
-    rows = torch.zeros(n, K, G, O, fan_in, dtype=torch.float64)
-    for i, k, g, t in product(range(n), range(K), range(G), range(T)):
-        rows[i, k, g] += torch.outer(block.gradients[i, k, g, :, t], block.inputs[i, g, :, t])
+    n, K, G, O, I = block.num_inputs, block.num_rows, block.groups, block.fan_out, block.fan_in
+    rows = torch.zeros(n, K, G, O, I, dtype=torch.float64)
+    for use in block.uses:
+        for i, k, g, t in product(range(n), range(K), range(G), range(use.positions)):
+            rows[i, k, g] += torch.outer(use.gradients[k][i, g, :, t], use.inputs[i, g, :, t])
     if block.transposed:
         rows = rows.transpose(3, 4)
     return rows.reshape(n, K, -1)
@@ -62,6 +67,10 @@ FORMS = {
 FORMS |= {
     "outer, one direction": outer_block(K=1, T=1),
     "outer, one direction, many positions": outer_block(K=1, T=7),
+    "outer, called twice": twice(outer_block(T=2), outer_block(T=3, seed=5)),
+    "outer, called twice at one position": twice(outer_block(), outer_block(seed=5)),
+    "outer, grouped, called twice": twice(outer_block(G=3, O=4, I=3, T=2), outer_block(G=3, O=4, I=3, T=3, seed=5)),
+    "transposed outer, called twice": twice(outer_block(T=2, transposed=True), outer_block(T=9, seed=5)),
     "embedding": embedding_block(),
     "embedding, one position": embedding_block(T=2, n=2),
     "rows": RowBlock(randn(3, 2, 20)),
@@ -131,22 +140,25 @@ def test_both_orders_of_contraction_give_the_same_product(form, count, factors_f
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("T", [1, 4])
-def test_rotated_factors_rotate_the_rows(T, transposed):
+@pytest.mark.parametrize("T", [1, 4, 9])  # few positions turn the inputs first, many the rows
+@pytest.mark.parametrize("calls", [1, 2])
+def test_rotated_rows_are_the_rows_in_other_bases(T, transposed, calls):
     block = outer_block(G=2, O=3, I=4, T=T, transposed=transposed)
+    if calls == 2:
+        block = twice(block, outer_block(G=2, O=3, I=4, T=2, seed=5))
     into_inputs, into_outputs = torch.linalg.qr(randn(2, 4, 4))[0], torch.linalg.qr(randn(2, 3, 3))[0]
     stored = block.rows().unflatten(2, (2, 4, 3) if transposed else (2, 3, 4))
     maps = stored.transpose(3, 4) if transposed else stored
     expected = torch.einsum("gop,nkgoi,gij->nkgpj", into_outputs, maps, into_inputs)
     expected = (expected.transpose(3, 4) if transposed else expected).flatten(2)
-    assert close(block.rotated(into_inputs, into_outputs).rows(), expected)
+    assert close(block.rotated_rows(into_inputs, into_outputs), expected)
 
 
-def test_rotated_embedding_rotates_the_columns_of_its_table():
+def test_rotated_rows_of_an_embedding_are_its_rows_in_another_output_basis():
     block = embedding_block()
     into_outputs = torch.linalg.qr(randn(1, 5, 5))[0]
     expected = (block.rows().unflatten(2, (4, 5)) @ into_outputs[0]).flatten(2)
-    assert close(block.rotated(None, into_outputs).rows(), expected)
+    assert close(block.rotated_rows(None, into_outputs), expected)
 
 
 def test_moments_sum_outer_products_over_inputs_directions_and_positions():
@@ -163,8 +175,8 @@ def test_moments_sum_outer_products_over_inputs_directions_and_positions():
 
 def test_moments_of_an_embedding_equal_those_of_its_one_hot_form():
     block = embedding_block()
-    one_hot = torch.nn.functional.one_hot(block.indices, block.num_rows).double()  # (n, T, I)
-    dense = OuterBlock(one_hot.transpose(1, 2).unsqueeze(1), block.gradients.transpose(2, 3).unsqueeze(2), True)
+    one_hot = torch.nn.functional.one_hot(block.indices, block.table_rows).double()  # (n, T, I)
+    dense = OuterBlock.of(one_hot.transpose(1, 2).unsqueeze(1), block.gradients.transpose(2, 3).unsqueeze(2), True)
     assert close(dense.rows(), block.rows())
     assert close(torch.diag_embed(block.input_moment()), dense.input_moment())
     assert close(block.gradient_moment(), dense.gradient_moment())
@@ -180,7 +192,7 @@ def test_reduced_block_averages_inputs_and_sums_gradients():
 
 
 def test_reduced_block_with_equal_inputs_at_all_positions_has_the_same_rows():
-    block = OuterBlock(randn(3, 1, 5, 1).expand(3, 1, 5, 4), randn(3, 2, 1, 4, 4, seed=1))
+    block = OuterBlock.of(randn(3, 1, 5, 1).expand(3, 1, 5, 4), randn(3, 2, 1, 4, 4, seed=1))
     assert close(block.reduced().rows(), block.rows())
 
 
@@ -196,19 +208,32 @@ SEVERAL_USES = {
 
 @pytest.mark.parametrize(("blocks", "kind"), SEVERAL_USES.values(), ids=SEVERAL_USES.keys())
 def test_several_uses_of_a_parameter_add_up(blocks, kind):
-    result = summed(blocks, {})
+    result = summed(blocks)
     assert isinstance(result, kind)
     assert close(result.rows(), sum(loop_rows(block) for block in blocks))
 
 
-def test_weight_and_bias_of_a_reused_map_share_their_joined_gradients():
-    first, second = outer_block(), outer_block(seed=5)
+@pytest.mark.parametrize("T", [2, 5, 30])  # fewer and more positions than channels
+def test_moments_of_several_calls_add_up(T):
+    first, second = outer_block(G=2, T=T), outer_block(G=2, T=3, seed=5)
+    both = twice(first, second)
+    assert close(both.input_moment(), torch.einsum("ngit,ngjt->gij", both.inputs, both.inputs))
+    assert close(both.gradient_moment(), torch.einsum("nkgot,nkgpt->gop", both.gradients, both.gradients))
+    assert both.num_positions == first.num_positions + second.num_positions == 3 * (T + 3)
+
+
+def test_blocks_have_one_gradient_key_only_where_they_have_the_same_gradients():
+    weight = outer_block(T=4)
+    gradients = weight.uses[0].gradients
     ones = torch.ones(3, 1, 1, 1, dtype=torch.float64)
-    joined = {}
-    weight = summed([first, second], joined)
-    bias = summed([OuterBlock(ones, first.gradients), OuterBlock(ones, second.gradients)], joined)
-    assert weight.gradients.data_ptr() == bias.gradients.data_ptr()
-    assert close(bias.rows(), (first.gradients + second.gradients).reshape(3, 2, 4))
+    bias = OuterBlock((OuterUse(ones.expand(3, 1, 1, 4), gradients, 4),), 2)
+    assert weight.gradient_key == bias.gradient_key
+    fewer = OuterBlock((OuterUse(ones.expand(3, 1, 1, 2), tuple(g[..., :2] for g in gradients), 4),), 2)
+    assert weight.gradient_key != fewer.gradient_key
+    single = tuple(g[..., :1] for g in gradients)
+    once = OuterBlock((OuterUse(ones, single, 4),), 2)
+    repeated = OuterBlock((OuterUse(ones.expand(3, 1, 1, 4), tuple(g.expand(3, 1, 4, 4) for g in single), 4),), 2)
+    assert once.gradient_key != repeated.gradient_key
 
 
 @pytest.mark.parametrize("T", [1, 3])

@@ -190,6 +190,69 @@ def test_kfac_equals_the_formula_written_as_loops(name, reduce):
         assert close(dense_block(precision, parameter), block), parameter
 
 
+class PooledAndSkipped(nn.Module):
+    """Gradients that share memory: those of a sum over positions are one tensor, expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.Linear(3, 4)
+        self.skip = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head((self.each(x).sum(1) + self.skip(x[:, 0])).tanh())
+
+
+class JoinedPositions(nn.Module):
+    """Gradients that share memory: those of joined parts are views of the whole one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.others = nn.Linear(3, 4)
+        self.all = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        joined = torch.cat([self.first(x[:, :1]), self.others(x[:, 1:])], dim=1)
+        return self.head((joined + self.all(x)).tanh().mean(1))
+
+
+@pytest.mark.parametrize("build", [PooledAndSkipped, JoinedPositions])
+def test_kfac_is_right_where_gradients_of_different_layers_share_memory(build):
+    torch.manual_seed(0)
+    model, inputs = build().double(), torch.randn(5, 4, 3, dtype=torch.float64)
+    precision = kronecker_ggn(stream(model, inputs, size=5), PRIOR)
+    expected = brute_force_kfac(model, inputs, softmax_hessians(dense_outputs(model, inputs)))
+    assert set(expected) == set(precision.layout.names)
+    for parameter, block in expected.items():
+        assert close(dense_block(precision, parameter), block), parameter
+
+
+class TwoTables(nn.Module):
+    """Embeddings of different widths, and a factor that makes the outputs certain."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Embedding(4, 5)
+        self.narrow = nn.Embedding(4, 3)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, ids):
+        return 1e5 * self.head(torch.cat([self.wide(ids), self.narrow(ids)], dim=-1).tanh().mean(1))
+
+
+def test_kfac_of_several_tables_where_all_directions_of_a_batch_are_dropped():
+    torch.manual_seed(0)
+    model, inputs = TwoTables().double(), torch.randint(0, 4, (6, 3))
+    precision = kronecker_ggn(stream(model, inputs, tolerance=1e-8), PRIOR)
+    for name, width in (("wide.weight", 5), ("narrow.weight", 3)):
+        part = precision.parts[name]
+        assert part.output_values.shape == (1, width)
+        assert not part.output_values.any()
+        assert close(part.input_values[0], torch.bincount(inputs.flatten(), minlength=4).double() / inputs.numel())
+
+
 @pytest.mark.parametrize("parameter", ["block.weight", "block.bias"])
 def test_kfac_of_a_reused_convolution_averages_over_the_positions_of_both_calls(parameter):
     model, inputs = make("paper-cnn", 4)
@@ -414,5 +477,5 @@ def test_swag_variances_equal_a_hand_written_loop_and_leave_the_model_alone():
 def test_swag_that_diverges_says_so():
     model, inputs = make("mlp", 8)
     targets = dense_outputs(model, inputs) + 1
-    with pytest.raises(ValueError, match="diverged.*learning_rate=1e\\+20.*smaller"):
+    with pytest.raises(ValueError, match=r"diverged.*learning_rate=1e\+20.*smaller"):
         swag_variances(Linearization(model), loader(inputs, targets), Gaussian(), learning_rate=1e20)

@@ -135,7 +135,7 @@ def test_more_uncertainty_makes_probabilities_less_confident(link):
 
 def test_an_unknown_link_is_refused_with_those_that_exist():
     outputs, covariance = gaussian_outputs(3)
-    with pytest.raises(ValueError, match="'logistic'.*probit, mc, bridge"):
+    with pytest.raises(ValueError, match=r"'logistic'.*probit, mc, bridge"):
         probabilities(outputs, covariance, "logistic")
 
 

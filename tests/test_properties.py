@@ -1,5 +1,8 @@
 """Properties that hold for any network, any data and any setting, on random ones."""
 
+import warnings
+from itertools import pairwise
+
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covariance, softmax_hessians
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +15,7 @@ from sublaplace import SubspaceLaplace
 NOISE = 0.5
 TOLERANCE = 1e-7  # eigenvalue problems with close eigenvalues and λ down to 1e-2, in float64
 
-examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -25,7 +28,7 @@ def problems(draw):
     generator = torch.Generator().manual_seed(seed)
     sizes = [features, *widths, C]
     layers = []
-    for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True):
+    for fan_in, fan_out in pairwise(sizes):
         linear = nn.Linear(fan_in, fan_out, bias=draw(st.booleans()), dtype=torch.float64)
         with torch.no_grad():
             for p in linear.parameters():
@@ -51,8 +54,6 @@ def problems(draw):
 
 
 def fitted(model, batches, options, **more):
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dim=.* numerical rank")  # small networks may have a small one
         return SubspaceLaplace(model, **options, **more).fit(batches)

@@ -1,0 +1,122 @@
+"""Every projector beside the full Laplace approximation on one task: scores for a table, and a sweep over s."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from demo_tasks import Data, Task
+from torch import Tensor
+from tqdm import tqdm
+
+from sublaplace import PROJECTORS, Prediction, SubspaceLaplace, metrics
+
+OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the very inputs that it is judged on: the best of all subspaces
+METHODS = [*PROJECTORS, OPTIMUM]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; None where a score does not exist."""
+
+    data: str
+    method: str
+    dim: int | None
+    kl: float
+    captured: float  # the share of the full posterior's trace
+    nll: float
+    ece: float | None = None
+    brier: float | None = None
+    coverage: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Divergence from the full posterior, and trace, for growing dimensions."""
+
+    dims: list[int]
+    kl: list[float]
+    log_trace: list[float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found for one task; the dictionaries are keyed by method, and predictions are those of the test inputs."""
+
+    task: Task
+    rows: list[Row]
+    sweeps: dict[str, Sweep]
+    map_kl: float
+    full_log_trace: float
+    posteriors: dict[str, SubspaceLaplace]
+    predictions: dict[str, Prediction]
+
+
+def compare(task: Task) -> Comparison:
+    """Fits and scores the full Laplace approximation, the plain network and every one of `METHODS`."""
+    inputs, targets = task.test
+    full, seconds = fitted(task, "full", task.prior_precisions[0])
+    full = full.with_prior(best_prior_precision(full, task))
+    reference = predictive(full, task.drawn)
+    full_trace = full.functional_variance(task.drawn).sum()
+    posteriors = {"full": full}
+    predictions = {"map": plain_prediction(task, full.noise_std), "full": full.predict(inputs)}
+    map_kl = divergence(reference, plain_predictive(task, full.noise_std))
+    rows = [
+        Row(task.name, "map", None, map_kl, 0.0, **scores(predictions["map"], targets)),
+        Row(task.name, "full", full.dim, 0.0, 1.0, **scores(predictions["full"], targets), seconds=seconds),
+    ]
+    sweeps = {}
+    for method in (progress := tqdm(METHODS, leave=False)):
+        progress.set_description(f"{task.name}: {method}")
+        la, seconds = fitted(task, method, full.prior_precision)
+        traces = la.trace(task.drawn)
+        # The last layer is one fixed subspace; all others grow, and one fit serves every dimension.
+        dims = [la.dim] if method == "last-layer" else [s for s in task.dims if s < la.dim] + [la.dim]
+        kl = [divergence(reference, predictive(la.truncate(s), task.drawn)) for s in dims]
+        sweeps[method] = Sweep(dims, kl, [traces[s - 1].log().item() for s in dims])
+        posteriors[method], predictions[method] = la, la.predict(inputs)
+        captured = (traces[-1] / full_trace).item()
+        rows.append(
+            Row(task.name, method, la.dim, kl[-1], captured, **scores(predictions[method], targets), seconds=seconds)
+        )
+    return Comparison(task, rows, sweeps, map_kl, full_trace.log().item(), posteriors, predictions)
+
+
+def fitted(task: Task, method: str, prior_precision: float) -> tuple[SubspaceLaplace, float]:
+    """The fitted posterior, and the seconds that the fit took."""
+    la = SubspaceLaplace(
+        task.model,
+        task.likelihood,
+        projector="lowrank-ggn" if method == OPTIMUM else method,
+        dim=task.dims[-1],
+        prior_precision=prior_precision,
+        subspace_inputs=task.drawn if method == OPTIMUM else None,
+    )
+    start = time.perf_counter()
+    la.fit(task.loader)
+    return la, time.perf_counter() - start
+
+
+def best_prior_precision(full: SubspaceLaplace, task: Task) -> float:
+    """The candidate under which the full posterior predicts the validation data best."""
+    if len(task.prior_precisions) == 1:
+        return task.prior_precisions[0]
+    inputs, targets = task.validation
+    candidates = tqdm(task.prior_precisions, desc=f"{task.name}: prior precision", leave=False)
+    return min(candidates, key=lambda value: scores(full.with_prior(value).predict(inputs), targets)["nll"])
+
+
+def scores(prediction: Prediction, targets: Tensor) -> dict[str, float]:
+    """The scores that exist for this kind of prediction."""
+    if prediction.probabilities is not None:
+        probabilities = prediction.probabilities
+        return {
+            "nll": metrics.nll(probabilities, targets),
+            "ece": metrics.ece(probabilities, targets),
+            "brier": metrics.brier(probabilities, targets),
+        }
+    return {
+        "nll": metrics.nll(prediction.mean, targets, prediction.total),
+        "coverage": metrics.coverage(prediction.mean, prediction.total, targets, level=0.9),
+    }

@@ -4,13 +4,13 @@ import time
 from dataclasses import dataclass
 
 import torch
-from demo_tasks import Data, Task
+from demo_tasks import Task
 from torch import Tensor
 from tqdm import tqdm
 
 from sublaplace import PROJECTORS, Prediction, SubspaceLaplace, metrics
 
-OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the very inputs that it is judged on: the best of all subspaces
+OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the very inputs that it is judged on: Theorem 1
 METHODS = [*PROJECTORS, OPTIMUM]
 
 
@@ -41,7 +41,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found for one task; the dictionaries are keyed by method, and predictions are those of the test inputs."""
+    """What was found for one task; the dictionaries are keyed by method, and predictions are those of the test
+    inputs."""
 
     task: Task
     rows: list[Row]
@@ -60,8 +61,8 @@ def compare(task: Task) -> Comparison:
     reference = predictive(full, task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     posteriors = {"full": full}
-    predictions = {"map": plain_prediction(task, full.noise_std), "full": full.predict(inputs)}
-    map_kl = divergence(reference, plain_predictive(task, full.noise_std))
+    predictions = {"map": plain_prediction(task, inputs, full.noise_std), "full": full.predict(inputs)}
+    map_kl = divergence(task, reference, plain_predictive(task, full.noise_std))
     rows = [
         Row(task.name, "map", None, map_kl, 0.0, **scores(predictions["map"], targets)),
         Row(task.name, "full", full.dim, 0.0, 1.0, **scores(predictions["full"], targets), seconds=seconds),
@@ -73,7 +74,7 @@ def compare(task: Task) -> Comparison:
         traces = la.trace(task.drawn)
         # The last layer is one fixed subspace; all others grow, and one fit serves every dimension.
         dims = [la.dim] if method == "last-layer" else [s for s in task.dims if s < la.dim] + [la.dim]
-        kl = [divergence(reference, predictive(la.truncate(s), task.drawn)) for s in dims]
+        kl = [divergence(task, reference, predictive(la.truncate(s), task.drawn)) for s in dims]
         sweeps[method] = Sweep(dims, kl, [traces[s - 1].log().item() for s in dims])
         posteriors[method], predictions[method] = la, la.predict(inputs)
         captured = (traces[-1] / full_trace).item()
@@ -83,7 +84,9 @@ def compare(task: Task) -> Comparison:
     return Comparison(task, rows, sweeps, map_kl, full_trace.log().item(), posteriors, predictions)
 
 
-def fitted(task: Task, method: str, prior_precision: float) -> tuple[SubspaceLaplace, float]:
+def fitted(
+    task: Task, method: str, prior_precision: float, subspace_inputs: Tensor | None = None
+) -> tuple[SubspaceLaplace, float]:
     """The fitted posterior, and the seconds that the fit took."""
     la = SubspaceLaplace(
         task.model,
@@ -91,7 +94,7 @@ def fitted(task: Task, method: str, prior_precision: float) -> tuple[SubspaceLap
         projector="lowrank-ggn" if method == OPTIMUM else method,
         dim=task.dims[-1],
         prior_precision=prior_precision,
-        subspace_inputs=task.drawn if method == OPTIMUM else None,
+        subspace_inputs=task.drawn if method == OPTIMUM else subspace_inputs,
     )
     start = time.perf_counter()
     la.fit(task.loader)
@@ -120,3 +123,32 @@ def scores(prediction: Prediction, targets: Tensor) -> dict[str, float]:
         "nll": metrics.nll(prediction.mean, targets, prediction.total),
         "coverage": metrics.coverage(prediction.mean, prediction.total, targets, level=0.9),
     }
+
+
+def divergence(task: Task, p: Tensor, q: Tensor) -> float:
+    """KL(p ‖ q) of two predictives: the mean over inputs for classification, joint over inputs for regression."""
+    return metrics.kl_categorical(p, q) if task.likelihood == "classification" else metrics.kl_gaussian(p, q)
+
+
+def predictive(la: SubspaceLaplace, inputs: Tensor) -> Tensor:
+    """What `divergence` compares: probabilities (n, C), or the joint covariance of n targets, with noise."""
+    if la.noise_std is None:
+        return la.predict(inputs).probabilities
+    covariance = la.functional_covariance(inputs, joint=True)
+    return covariance + la.noise_std**2 * torch.eye(len(covariance)).to(covariance)
+
+
+def plain_predictive(task: Task, noise_std: float | None) -> Tensor:
+    """What `divergence` compares, for the network without model uncertainty."""
+    prediction = plain_prediction(task, task.drawn, noise_std)
+    return prediction.probabilities if noise_std is None else torch.block_diag(*prediction.total)
+
+
+def plain_prediction(task: Task, inputs: Tensor, noise_std: float | None) -> Prediction:
+    """What the network predicts without model uncertainty."""
+    with torch.no_grad():
+        outputs = task.model(inputs)
+    certain = torch.zeros(*outputs.shape, outputs.shape[1]).to(outputs)
+    if noise_std is None:
+        return Prediction(outputs, certain, probabilities=outputs.softmax(1))
+    return Prediction(outputs, certain, total=certain + noise_std**2 * torch.eye(outputs.shape[1]).to(outputs))

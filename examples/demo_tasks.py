@@ -38,12 +38,14 @@ class Task:
         return self.test[0][: self.num_drawn]
 
 
-def digits_task(num_train: int = 500, width: int = 32, epochs: int = 100) -> Task:
+def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Task:
     """Handwritten digits of 8 × 8 pixels, and few of them, for a network that is trained until it is overconfident."""
     pixels, labels = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels) / 16, torch.tensor(labels)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
-    train, validation, test = ((inputs[i], targets[i]) for i in order.split([num_train, 200, len(order) - num_train - 200]))
+    train, validation, test = (
+        (inputs[i], targets[i]) for i in order.split([num_train, 200, len(order) - num_train - 200])
+    )
     model = trained(mlp(64, width, 10, nn.ReLU), train, nn.functional.cross_entropy, epochs, weight_decay=0.0)
     return Task(
         name="digits",

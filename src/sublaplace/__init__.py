@@ -1,7 +1,7 @@
 """Honest uncertainty for trained PyTorch networks: the Laplace approximation in a subspace of their parameters."""
 
 from sublaplace import metrics
-from sublaplace.jacobians import Jacobian, Jacobians, Linearization
+from sublaplace.jacobians import Jacobian, Jacobians, Linearization, OuterBlock
 from sublaplace.laplace import PROJECTORS, SubspaceLaplace
 from sublaplace.likelihoods import Categorical, Gaussian
 from sublaplace.posterior import SubspacePosterior
@@ -24,6 +24,7 @@ __all__ = [
     "Jacobian",
     "Jacobians",
     "Linearization",
+    "OuterBlock",
     "Prediction",
     "ProjectorContext",
     "Subset",

@@ -21,11 +21,23 @@ def checked_loader(loader: Any) -> Iterable[Any]:
     if not isinstance(loader, Iterable):
         raise TypeError(f"fit needs an iterable of (inputs, targets) batches, not {type(loader).__name__}.")
     if iter(loader) is loader:
-        raise ValueError(
-            "The loader is a one-shot iterator, but the data is read several times; "
-            "give a DataLoader or a list of (inputs, targets) batches."
-        )
+        raise ValueError(one_shot(""))
     return loader
+
+
+def one_shot(evidence: str) -> str:
+    return (
+        f"The loader is a one-shot iterator, but the data is read several times. {evidence} "
+        "Give a DataLoader of a data set or a list of (inputs, targets) batches."
+    )
+
+
+def batches(loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """(inputs, targets) of every batch that holds any."""
+    for batch in loader:
+        inputs, targets = split_batch(batch)
+        if num_inputs(inputs):
+            yield inputs, targets
 
 
 def split_batch(batch: Any) -> tuple[Any, Tensor]:
@@ -52,6 +64,8 @@ def input_batches(inputs: Any) -> Iterator[Any]:
 
 def join(batches: list[Any]) -> Any:
     """Batches of inputs as one; they must agree in all but their length."""
+    if not any(num_inputs(batch) for batch in batches):
+        raise ValueError("There are no inputs: they are empty.")
     if len(batches) == 1:
         return batches[0]
     try:

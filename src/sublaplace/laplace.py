@@ -1,6 +1,7 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
 import copy
+import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sublaplace.curvature import CurvatureStream, reduced_ggn
-from sublaplace.data import Reservoir, checked_loader, input_batches, join, split_batch
+from sublaplace.data import Reservoir, batches, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.linearization import call_model, num_inputs
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
+from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
@@ -121,9 +122,10 @@ class SubspaceLaplace:
         self._prior_precision = _checked_prior(prior_precision)
         self._noise_std = noise_std if noise_std is not None else sigma_noise
         self._likelihood = _checked_likelihood(likelihood, self._noise_std)
+        self._estimates_noise = likelihood == "regression" and self._noise_std is None
         self._subspace_inputs = subspace_inputs
-        self._num_subspace_inputs = _checked_count(num_subspace_inputs)
-        self._memory_budget = memory_budget
+        self._num_subspace_inputs = _checked_count(num_subspace_inputs, "num_subspace_inputs")
+        self._memory_budget = _checked_count(memory_budget, "memory_budget")
         self.seed = seed
         self._forward = call_model if forward is None else forward
         self._tolerance = direction_tolerance
@@ -131,7 +133,7 @@ class SubspaceLaplace:
         self._posterior: Posterior | None = None
         self._linearization: Linearization | None = None
         self._survey: _Survey | None = None
-        self._versions: tuple[int, ...] = ()
+        self._fingerprint: tuple[object, ...] = ()
         self._seconds: dict[str, float] = {}
 
     # Fitting ----------------------------------------------------------------------------------------------------------
@@ -152,7 +154,9 @@ class SubspaceLaplace:
             tolerance = self._tolerance
             if tolerance is None:
                 tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
-            stream = CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress)
+            stream = CurvatureStream(
+                linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data
+            )
             context = ProjectorContext(
                 stream=stream,
                 subspace_jacobians=Jacobians(linearization, survey.subspace_inputs),
@@ -164,7 +168,7 @@ class SubspaceLaplace:
             )
             posterior = self._posterior_from(context, seconds)
         self._posterior, self._linearization, self._survey = posterior, linearization, survey
-        self._versions = self._parameter_versions()
+        self._fingerprint = ParameterLayout.fingerprint(self.model)
         self._seconds = seconds
         return self
 
@@ -207,10 +211,9 @@ class SubspaceLaplace:
         """One forward pass over the data: checks it, counts it, estimates σ and draws X′."""
         likelihood = self._likelihood
         total, C = 0, 0
-        log_likelihood = residual_sum = residual_squares = 0.0
+        log_likelihood, residuals = 0.0, Residuals()
         reservoir: Reservoir | None = None
-        for batch in tqdm(loader, desc="survey", disable=not progress, leave=False):
-            inputs, targets = split_batch(batch)
+        for inputs, targets in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
             inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
             if total == 0:
                 linearization.chunk_size(inputs)  # probes the network
@@ -223,32 +226,29 @@ class SubspaceLaplace:
             if reservoir is not None:
                 reservoir.add(inputs)
             if isinstance(likelihood, Gaussian):
-                residuals = (targets - outputs).double()
-                residual_sum += float(residuals.sum())
-                residual_squares += float(residuals.square().sum())
+                residuals.add(targets - outputs)
             else:
                 log_likelihood += float(likelihood.log_likelihood(outputs, targets).sum())
             total += len(outputs)
         if total == 0:
             raise ValueError("The loader is empty: there is nothing to fit.")
         if isinstance(likelihood, Gaussian):
-            count = total * C
-            if self._noise_std is None and likelihood is self._likelihood:
-                spread = residual_squares / count - (residual_sum / count) ** 2
-                if spread <= 0:
-                    raise ValueError(
-                        "The training residuals are all equal, so no noise can be estimated from them; give noise_std."
-                    )
-                likelihood = likelihood.with_noise(spread**0.5)
-            # Σ ln N(y | f, σ²) needs the squared residuals alone.
-            unit = Gaussian().log_likelihood(torch.zeros(1, 1), torch.zeros(1, 1)).item() * count
-            noise = likelihood.noise_std
-            log_likelihood = unit - 0.5 * residual_squares / noise**2 - count * float(torch.tensor(noise).log())
+            if self._estimates_noise:
+                likelihood = likelihood.with_noise(residuals.standard_deviation())
+            log_likelihood = residuals.log_likelihood(likelihood.noise_std)
         given = self._subspace_inputs
         subspace = reservoir.inputs if reservoir else None
         if given is not None:
-            subspace = linearization.to_device(join(list(input_batches(given))))
+            subspace = linearization.to_device(self._joined(given, "subspace_inputs"))
         return _Survey(total, C, likelihood, subspace, log_likelihood)
+
+    @staticmethod
+    def _joined(x: Any, what: str) -> Any:
+        """All inputs of a tensor, mapping or loader as one batch."""
+        batches_of_inputs = list(input_batches(x))
+        if not any(num_inputs(inputs) for inputs in batches_of_inputs):
+            raise ValueError(f"There are no inputs: {what} is empty.")
+        return join(batches_of_inputs)
 
     def _drawn_inputs(self, num_outputs: int) -> int:
         return self._num_subspace_inputs or max(100, ceil(2 * self.requested_dim / num_outputs))
@@ -272,9 +272,10 @@ class SubspaceLaplace:
             raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
         posterior, survey = self._fitted()
         means, covariances = [], []
-        for jacobian in self._jacobians(x):
-            means.append(jacobian.outputs)
-            covariances.append(posterior.covariance(jacobian))
+        with self._usable_linearization().borrowed():
+            for jacobian in self._jacobians(x):
+                means.append(jacobian.outputs)
+                covariances.append(posterior.covariance(jacobian))
         mean, covariance = torch.cat(means), torch.cat(covariances)
         if isinstance(survey.likelihood, Gaussian):
             noise = survey.likelihood.noise_std**2 * torch.eye(survey.num_outputs).to(covariance)
@@ -285,34 +286,36 @@ class SubspaceLaplace:
     def functional_covariance(self, x: Any, joint: bool = False) -> Tensor:
         """Σ_{P,x} = J P (PᵀΛP)⁻¹ PᵀJᵀ for each input (n, C, C), or with `joint` over all of them (nC, nC)."""
         posterior, _ = self._fitted()
-        if not joint:
-            return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
         linearization = self._usable_linearization()
-        inputs = linearization.to_device(join(list(input_batches(x))))
+        if not joint:
+            with linearization.borrowed():
+                return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
+        inputs = linearization.to_device(self._joined(x, "x"))
         return posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
     def functional_variance(self, x: Any) -> Tensor:
         """The diagonal of `functional_covariance`, (n, C), without forming (C, C)."""
         posterior, _ = self._fitted()
-        return torch.cat([posterior.variance(jacobian) for jacobian in self._jacobians(x)])
+        with self._usable_linearization().borrowed():
+            return torch.cat([posterior.variance(jacobian) for jacobian in self._jacobians(x)])
 
     def trace(self, x: Any) -> Tensor:
         """Tr Σ_{P,x} over all inputs, for every leading dimension 1 … s: (s,) in float64, for the price of one."""
         posterior = self._subspace()
-        return torch.stack([posterior.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
+        with self._usable_linearization().borrowed():
+            return torch.stack([posterior.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
 
     def _jacobians(self, x: Any) -> Iterator[Jacobian]:
-        linearization = self._usable_linearization()
+        linearization = self._linearization
+        assert linearization is not None
         seen = 0
-        with linearization.borrowed():
-            for inputs in input_batches(x):
-                if num_inputs(inputs) == 0:
-                    continue
+        for inputs in input_batches(x):
+            if num_inputs(inputs):
                 for jacobian in linearization.chunks(linearization.to_device(inputs)):
                     seen += jacobian.num_inputs
                     yield jacobian
         if not seen:
-            raise ValueError("There are no inputs to predict for.")
+            raise ValueError("There are no inputs to predict for: x is empty.")
 
     # The posterior and its relatives ----------------------------------------------------------------------------------
 
@@ -385,14 +388,11 @@ class SubspaceLaplace:
     def _usable_linearization(self) -> Linearization:
         self._fitted()
         assert self._linearization is not None
-        if self._parameter_versions() != self._versions:
+        if ParameterLayout.fingerprint(self.model) != self._fingerprint:
             raise RuntimeError(
                 "The model's parameters have changed since fit, so the posterior no longer belongs to it; fit again."
             )
         return self._linearization
-
-    def _parameter_versions(self) -> tuple[int, ...]:
-        return tuple(p._version for p in self.model.parameters())
 
     def __repr__(self) -> str:
         name = self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
@@ -425,30 +425,34 @@ def _checked_projector(projector: Any) -> str | Projector:
 
 
 def _checked_dim(dim: Any) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
         raise TypeError(f"dim must be an integer, not {dim!r}.")
+    dim = operator.index(dim)
     if dim < 0:
         raise ValueError(f"dim must not be negative, but it is {dim}.")
     if dim == 0:
         raise ValueError("dim=0 leaves no uncertainty at all; choose at least 1.")
-    return dim
+    return int(dim)
 
 
 def _checked_prior(prior_precision: Any) -> float:
     if isinstance(prior_precision, str):
         raise ValueError(f"Unknown prior_precision '{prior_precision}'; give a positive number.")
-    value = float(prior_precision)
+    try:
+        value = float(prior_precision)
+    except (TypeError, ValueError):
+        raise TypeError(f"prior_precision must be one positive number, not {prior_precision!r}.") from None
     if not (isfinite(value) and value > 0):
         raise ValueError(f"prior_precision must be positive and finite, but it is {value}.")
     return value
 
 
-def _checked_count(count: Any) -> int | None:
+def _checked_count(count: Any, name: str) -> int | None:
     if count is None:
         return None
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_subspace_inputs must be a positive integer, not {count!r}.")
-    return count
+    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+        raise ValueError(f"{name} must be a positive integer, not {count!r}.")
+    return operator.index(count)
 
 
 def _checked_likelihood(likelihood: Any, noise_std: float | None) -> Likelihood:
@@ -460,4 +464,11 @@ def _checked_likelihood(likelihood: Any, noise_std: float | None) -> Likelihood:
         return Gaussian(1.0 if noise_std is None else float(noise_std))
     if isinstance(likelihood, str):
         raise ValueError(f"Unknown likelihood '{likelihood}'; choose 'classification', 'regression' or an object.")
+    if not hasattr(likelihood, "cotangents"):
+        raise TypeError(
+            "likelihood must be 'classification', 'regression' or a likelihood object such as "
+            f"sublaplace.Gaussian(0.1), not {likelihood!r}."
+        )
+    if noise_std is not None:
+        raise ValueError("noise_std is part of the likelihood object; give it there, or likelihood='regression'.")
     return likelihood

@@ -9,6 +9,7 @@ from math import log, pi
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,6 +32,9 @@ class Likelihood(Protocol):
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """ln p(y|f) for every input: (n,), in float64."""
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The usual loss that networks are trained with, averaged over the batch; it does not depend on σ."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,40 @@ class Gaussian:
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         squares = (outputs.double() - targets.double()).square().sum(1)
         return -0.5 * (squares * self.noise_std**-2 + outputs.shape[1] * log(2 * pi * self.noise_std**2))
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets)
+
+
+@dataclass
+class Residuals:
+    """Sums over the residuals y − f of a data set, from which σ and the likelihood follow for any σ."""
+
+    count: int = 0
+    mean: float = 0.0
+    spread: float = 0.0  # Σ (r − mean)²
+
+    def add(self, residuals: Tensor) -> None:
+        """Takes up another batch; sums of squares are taken about means, so that no digits cancel."""
+        values = residuals.double()
+        count, mean = values.numel(), float(values.mean())
+        total, shift = self.count + count, mean - self.mean
+        self.spread += float((values - mean).square().sum()) + shift**2 * self.count * count / total
+        self.mean += shift * count / total
+        self.count = total
+
+    def standard_deviation(self) -> float:
+        """About the mean, pooled over the outputs."""
+        if self.spread <= 0:
+            raise ValueError(
+                "The training residuals are all equal, so no noise can be estimated from them; give noise_std."
+            )
+        return (self.spread / self.count) ** 0.5
+
+    def log_likelihood(self, noise_std: float) -> float:
+        """Σ ln N(y | f, σ²)."""
+        squares = self.spread + self.count * self.mean**2
+        return -0.5 * (squares / noise_std**2 + self.count * log(2 * pi * noise_std**2))
 
 
 @dataclass(frozen=True)
@@ -116,14 +154,18 @@ class Categorical:
             )
         if len(targets) != len(outputs):
             raise ValueError(f"{len(targets)} labels were given for {len(outputs)} inputs.")
-        low, high, C = int(targets.min()), int(targets.max()), outputs.shape[1]
-        if low < 0 or high >= C:
-            raise ValueError(f"Labels must lie in 0 … {C - 1}, but they range from {low} to {high}.")
+        C = outputs.shape[1]
         if C < 2:
             raise ValueError("Classification needs at least two outputs (logits); the model has one.")
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= C:
+            raise ValueError(f"Labels must lie in 0 … {C - 1}, but they range from {low} to {high}.")
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.double().log_softmax(1).gather(1, targets[:, None].long()).squeeze(1)
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets.long())
 
 
 def significant(cotangents: Tensor, tolerance: float) -> Tensor:
@@ -133,10 +175,10 @@ def significant(cotangents: Tensor, tolerance: float) -> Tensor:
     total
     squared length, which is the trace of the output Hessians. tolerance = 0 keeps all.
     """
-    lengths = cotangents.double().square().sum(2)  # (n, K), descending in K
-    ordered, _ = lengths.flatten().sort()
-    dropped = ordered.cumsum(0) <= tolerance * ordered.sum()
-    count = int(dropped.sum())
-    if tolerance == 0 or count == 0:
-        return torch.full((len(cotangents),), cotangents.shape[1], device=cotangents.device)
-    return (lengths > ordered[count - 1]).sum(1)
+    n, K = cotangents.shape[:2]
+    lengths = cotangents.double().square().sum(2).flatten()
+    ordered, order = lengths.sort()
+    count = int((ordered.cumsum(0) <= tolerance * ordered.sum()).sum()) if tolerance else 0
+    dropped = torch.zeros(n * K, dtype=torch.long, device=lengths.device)
+    dropped[order[:count]] = 1
+    return K - dropped.view(n, K).sum(1)

@@ -20,14 +20,14 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     return factor
 
 
-def dominant_eigenvectors(matrix: Tensor, count: int, epsilon: float) -> tuple[Tensor, Tensor]:
+def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple[Tensor, Tensor]:
     """The eigenvalues, descending, and eigenvectors of a positive semi-definite matrix: at most `count` of them.
 
-    Only those above the numerical rank are given: eigenvalue > size · epsilon · largest eigenvalue. Cost: O(size³).
+    Only those above the numerical rank are given: eigenvalue > tolerance · largest eigenvalue. Cost: O(size³).
     """
     values, vectors = torch.linalg.eigh(matrix)
     values, vectors = values.flip(0), vectors.flip(1)
-    rank = int((values > len(matrix) * epsilon * values[0].clamp_min(0)).sum())
+    rank = int((values > tolerance * values[0].clamp_min(0)).sum())
     keep = min(count, rank)
     return values[:keep], vectors[:, :keep]
 

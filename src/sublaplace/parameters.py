@@ -37,8 +37,8 @@ class ParameterLayout:
         dtypes = sorted({str(p.dtype) for _, p in named})
         if len(dtypes) > 1:
             raise ValueError(f"The parameters have several dtypes ({', '.join(dtypes)}); convert them to one.")
-        for name, p in named:
-            if not torch.isfinite(p).all():
+        for name, p in model.named_parameters():
+            if p.is_floating_point() and not torch.isfinite(p).all():
                 raise ValueError(f"Parameter '{name}' holds NaN or infinity; the network is not usable.")
         return cls(tuple(n for n, _ in named), tuple(p.shape for _, p in named))
 
@@ -71,6 +71,15 @@ class ParameterLayout:
         """θ̂ as one vector (p,)."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters(model).values()])
 
+    @staticmethod
+    def fingerprint(model: nn.Module) -> tuple[object, ...]:
+        """Numbers that tell whether parameters or buffers have changed. Cost: reads them once."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return tuple(
+            (name, t.dtype, tuple(t.shape), float(t.double().sum()), float(t.double().square().sum()))
+            for name, t in ((name, tensor.detach()) for name, tensor in tensors)
+        )
+
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """(count, size) matrices side by side: (count, p)."""
         return torch.cat([vectors[name] for name in self.names], dim=1)
@@ -101,7 +110,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
     try:
         model.eval()
         for p, _ in flags:
@@ -112,7 +122,9 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             module.training = training
         for p, flag in flags:
             p.requires_grad_(flag)
-        for buffer, version, value in buffers:
+        for module, held in buffers:
+            module._buffers.update(held)
+        for buffer, version, value in values:
             if buffer._version != version:
                 with torch.no_grad():
                     buffer.copy_(value)

@@ -240,7 +240,7 @@ class BlockPrecision:
         fit."""
         total = torch.zeros((), dtype=torch.float64, device=jacobians.device)
         for group in self._groups(jacobians):
-            rows = []
+            rows: list[Tensor] = []
             for jacobian in jacobians:
                 n, K = jacobian.num_inputs, jacobian.num_rows
                 whitened = [
@@ -249,7 +249,7 @@ class BlockPrecision:
                     else jacobian.outputs.new_zeros(n, K, self.layout.sizes[name])
                     for name in group
                 ]
-                rows.append(torch.cat(whitened, dim=2).flatten(0, 1))
+                rows.append(jacobian.require_finite(torch.cat(whitened, dim=2).flatten(0, 1)))
             total = total + _outer_products(rows)
         return total
 

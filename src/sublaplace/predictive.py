@@ -1,7 +1,7 @@
 """From the covariance of outputs to predictions."""
 
 from dataclasses import dataclass
-from math import pi
+from math import log, pi
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ def laplace_bridge(outputs: Tensor, covariance: Tensor) -> Tensor:
     mean = outputs - row_sums * outputs.sum(1, keepdim=True) / total
     variance = covariance.diagonal(dim1=1, dim2=2) - row_sums.square() / total
     variance = variance.clamp_min(torch.finfo(covariance.dtype).eps)
-    log_ratio = mean + torch.logsumexp(-mean, 1, keepdim=True)
-    alpha = (1 - 2 / C + log_ratio.exp() / C**2) / variance
-    return alpha / alpha.sum(1, keepdim=True)
+    # In logarithms: confident outputs overflow otherwise.
+    log_ratio = mean + torch.logsumexp(-mean, 1, keepdim=True) - 2 * log(C)
+    constant = torch.full_like(log_ratio, 1 - 2 / C).log()
+    return (torch.logaddexp(constant, log_ratio) - variance.log()).softmax(1)

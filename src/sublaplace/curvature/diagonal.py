@@ -16,6 +16,6 @@ def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecis
     sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in layout.sizes.items()}
     for jacobian in stream.jacobians("diagonal GGN"):
         for name, block in jacobian.blocks.items():
-            sums[name] += block.squared_sum()
+            sums[name] += jacobian.require_finite(block.squared_sum())
     parts: dict[str, Part] = {name: DiagonalPart(value.to(dtype)) for name, value in sums.items()}
     return BlockPrecision(layout, parts, prior_precision).scaled(stream.likelihood.curvature_scale)

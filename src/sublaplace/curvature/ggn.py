@@ -17,7 +17,8 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
     scale = stream.likelihood.curvature_scale
     device = stream.linearization.device
     if num_rows < p:
-        rows = [j.dense_rows().double() for j in stream.jacobians("exact GGN (dual)")]
+        rows = [torch.zeros(0, p, dtype=torch.float64, device=device)]
+        rows += [j.dense_rows().double() for j in stream.jacobians("exact GGN (dual)")]
         return DualPrecision(layout, torch.cat(rows), prior_precision).scaled(scale)
     ggn: Tensor = torch.zeros(p, p, dtype=torch.float64, device=device)
     for jacobian in stream.jacobians("exact GGN"):

@@ -43,7 +43,8 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     r"""Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, one pass.
 
     All K directions of the output Hessian's root, nothing sampled; weight and bias apart; the positions t of a layer,
-    over all of its calls, are treated as independent (expand), or with `reduce` averaged and summed first. A parameter
+    over all of its calls, are treated as independent (expand), or with `reduce` averaged and summed first (not for
+    embeddings). A parameter
     without this form gets its exact dense block, or its diagonal where it has more than 1,000 entries. Exact for
     a linear layer with T = 1 and a single input or constant g.
 
@@ -54,10 +55,11 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     kronecker: dict[str, _KroneckerSums] = {}
     dense: dict[str, Tensor] = {}
     for jacobian in stream.jacobians("KFAC", every_input=True):
-        moments: dict[tuple[int, ...], Tensor] = {}
+        moments: dict[tuple[object, ...], Tensor] = {}
         for name, block in jacobian.blocks.items():
             if isinstance(block, OuterBlock | EmbeddingBlock) and name not in dense:
                 _add_kronecker(kronecker, name, block, moments, reduce)
+                jacobian.require_finite(kronecker[name].gradients)
             elif name in kronecker:
                 raise ValueError(
                     f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
@@ -65,6 +67,7 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
                 )
             else:
                 _add_dense(dense, name, block)
+                jacobian.require_finite(dense[name])
     parts: dict[str, Part] = {}
     for name, size in layout.sizes.items():
         if name in kronecker:
@@ -81,7 +84,7 @@ def _add_kronecker(
     sums: dict[str, _KroneckerSums],
     name: str,
     block: OuterBlock | EmbeddingBlock,
-    moments: dict[tuple[int, ...], Tensor],
+    moments: dict[tuple[object, ...], Tensor],
     reduce: bool,
 ) -> None:
     if reduce and isinstance(block, OuterBlock):

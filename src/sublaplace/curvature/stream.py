@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.data import join, split_batch
+from sublaplace.data import batches, join, one_shot
 from sublaplace.jacobians import Jacobian, Linearization
 from sublaplace.jacobians.linearization import num_inputs, select
 from sublaplace.likelihoods import Gaussian, Likelihood, significant
@@ -33,17 +33,25 @@ class CurvatureStream:
     likelihood: Likelihood
     tolerance: float = 1e-8
     progress: bool = False
+    num_data: int | None = None  # how many inputs a pass must give; None: not checked
 
     def jacobians(self, what: str, every_input: bool = False) -> Iterator[Jacobian]:
-        batches = tqdm(self.loader, desc=what, disable=not self.progress, leave=False)
-        with self.linearization.borrowed():
-            if self.tolerance == 0 or isinstance(self.likelihood, Gaussian):
-                for batch in batches:
-                    inputs = self.linearization.to_device(split_batch(batch)[0])
-                    yield from self.linearization.chunks(inputs, self.likelihood.cotangents)
-                return
-            for inputs in _buffered(split_batch(batch)[0] for batch in batches):
-                yield from self._grouped(self.linearization.to_device(inputs), every_input)
+        inputs_of = (inputs for inputs, _ in self._batches(what))
+        if self.tolerance == 0 or isinstance(self.likelihood, Gaussian):
+            for inputs in inputs_of:
+                yield from self.linearization.chunks(self.linearization.to_device(inputs), self.likelihood.cotangents)
+            return
+        for inputs in _buffered(inputs_of):
+            yield from self._grouped(self.linearization.to_device(inputs), every_input)
+
+    def _batches(self, what: str) -> Iterator[tuple[Any, Tensor]]:
+        """The batches, counted: a loader that gives less the second time is a one-shot iterator in disguise."""
+        seen = 0
+        for inputs, targets in batches(tqdm(self.loader, desc=what, disable=not self.progress, leave=False)):
+            seen += num_inputs(inputs)
+            yield inputs, targets
+        if self.num_data is not None and seen != self.num_data:
+            raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
 
     def _grouped(self, inputs: Any, every_input: bool) -> Iterator[Jacobian]:
         """The Jacobians of a buffer, inputs ordered by how many directions they need."""

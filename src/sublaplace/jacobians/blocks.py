@@ -250,9 +250,9 @@ class OuterBlock:
         return total
 
     @property
-    def gradient_key(self) -> tuple[int, ...]:
+    def gradient_key(self) -> tuple[object, ...]:
         """The same for blocks with the same gradients, such as a weight and its bias."""
-        return (*(g.data_ptr() for use in self.uses for g in use.gradients), self.groups, self.fan_out)
+        return tuple(_identity(g) for use in self.uses for g in use.gradients) or (self.groups, self.fan_out)
 
     @property
     def num_positions(self) -> int:
@@ -262,6 +262,11 @@ class OuterBlock:
     def reduced(self) -> "OuterBlock":
         """Inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
         return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Equal only for tensors that are the same view of the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _second_moment(factor: Tensor) -> Tensor:
@@ -323,8 +328,8 @@ class EmbeddingBlock:
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
 
     @property
-    def gradient_key(self) -> tuple[int, ...]:
-        return (self.gradients.data_ptr(),)
+    def gradient_key(self) -> tuple[object, ...]:
+        return ("table", _identity(self.gradients))
 
     def input_moment(self) -> Tensor:
         """The diagonal of Σ a aᵀ, which is diagonal: how often each row is used, (1, I)."""

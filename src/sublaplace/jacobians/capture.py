@@ -322,6 +322,9 @@ RULES: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Use | None]] = {
 }
 
 
+_LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
+
+
 def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:
     if not use.kernel_points:
         return source.numel()
@@ -381,6 +384,7 @@ class Capture(TorchFunctionMode):
     keep_outputs: bool = False
     calls: list[Call] = field(default_factory=list)
     unusual: dict[str, str] = field(default_factory=dict)  # parameter → the function that used it
+    last_linear: tuple[str, ...] = ()  # the parameters of the last linear call; empty if they are frozen
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -388,6 +392,8 @@ class Capture(TorchFunctionMode):
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = [t for t in _tensors(args) + _tensors(kwargs) if id(t) in self.parameters]
+        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in _tensors(args) + _tensors(kwargs)):
+            self.last_linear = tuple(self.parameters[id(t)] for t in used)
         if not used:
             return func(*args, **kwargs)
         rule = RULES.get(func)

@@ -1,5 +1,6 @@
 """Rows of the Jacobian for parameters that no rule covers, by `torch.func` for these parameters alone."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -43,7 +44,8 @@ def _vectorised_rows(
         return directions @ functional_call(wrapped, named, (batch,))[0]
 
     values = {name: p.detach() for name, p in parameters.items()}
-    rows = vmap(jacrev(projected), in_dims=(None, 0, 0))(values, inputs, cotangents)
+    with warnings.catch_warnings(action="ignore"):  # vmap says that some operations have no fast batching rule
+        rows = vmap(jacrev(projected), in_dims=(None, 0, 0))(values, inputs, cotangents)
     return {name: value.flatten(2) for name, value in rows.items()}
 
 

@@ -26,13 +26,22 @@ class Jacobian:
     def num_inputs(self) -> int:
         return len(self.outputs)
 
+    def require_finite(self, product: Tensor) -> Tensor:
+        """`product`, which was made from this Jacobian; an error that names the parameter if it is not finite."""
+        if torch.isfinite(product).all():
+            return product
+        for name, block in self.blocks.items():
+            if not torch.isfinite(block.rows()).all():
+                raise ValueError(non_finite_jacobian(name))
+        raise ValueError("A product with the Jacobian overflows; use a float64 model.")
+
     def matmul(self, vectors: Vectors) -> Tensor:
         """J V for r vectors: (n, K, r)."""
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
         for name, block in self.blocks.items():
             result += block.matmul(vectors[name])
-        return result
+        return self.require_finite(result)
 
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
         """Adds Jᵀ U to `into`, for U of shape (n, K, r)."""
@@ -45,7 +54,7 @@ class Jacobian:
         for name, (places, indices) in parts.items():
             if name in self.blocks:
                 result[:, :, places] = self.blocks[name].columns(indices)
-        return result
+        return self.require_finite(result)
 
     def squared_norms(self) -> Tensor:
         """‖row‖² for each row: (n, K)."""
@@ -61,4 +70,11 @@ class Jacobian:
             self.blocks[name].rows() if name in self.blocks else self.outputs.new_zeros(n, K, size)
             for name, size in self.layout.sizes.items()
         ]
-        return torch.cat(parts, dim=2).flatten(0, 1)
+        return self.require_finite(torch.cat(parts, dim=2).flatten(0, 1))
+
+
+def non_finite_jacobian(name: str) -> str:
+    return (
+        f"The Jacobian with respect to '{name}' holds NaN or infinity: the network is not differentiable at some "
+        "input. Common reasons: a square root or a division at zero, or an overflow in a low precision."
+    )

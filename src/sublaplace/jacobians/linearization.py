@@ -1,6 +1,5 @@
 """A trained network and its Jacobian: the engine that everything else runs on."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from sublaplace.jacobians.blocks import Block, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
 from sublaplace.jacobians.general import general_rows
-from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.jacobian import Jacobian, non_finite_jacobian
 from sublaplace.parameters import ParameterLayout, borrowed
 
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
@@ -82,6 +81,7 @@ class Plan:
     axes: list[BatchAxis | None]
     expand: frozenset[int]
     general: dict[str, str]  # parameter → why it needs the general path
+    last_linear: tuple[str, ...]
     general_batched: bool = True
     gradient_elements: int = 0  # per input and direction
     input_elements: int = 0  # per input
@@ -211,12 +211,9 @@ class Linearization:
         return {name: why for plan in self._plans.values() for name, why in plan.general.items()}
 
     def last_linear(self) -> tuple[str, ...]:
-        """The parameters of the last linear call of the network, weight and bias."""
-        for signature in self._plans:
-            for function, names in reversed(signature):
-                if function in ("linear", "addmm", "matmul"):
-                    return names
-        return ()
+        """The parameters of the last linear call of the network; none if it is frozen."""
+        plan = next(iter(self._plans.values()), None)
+        return plan.last_linear if plan else ()
 
     def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
         """One forward pass with the calls recorded; an unknown sequence of calls is probed first."""
@@ -276,10 +273,12 @@ class Linearization:
         if _signature(first.calls) != _signature(second.calls):
             raise ValueError(_depends_on_batch(_first_difference(first.calls, second.calls)))
         tolerance = self._tolerance
-        if not torch.allclose(outputs[:2], fewer, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
-            raise ValueError(_depends_on_batch("outputs"))
+        _, later = self._probing_pass(select(three, slice(1, 3)))
+        for part, alone in ((outputs[:2], fewer), (outputs[1:], later)):
+            if not torch.allclose(part, alone, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
+                raise ValueError(_depends_on_batch("outputs"))
         axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
-        plan = Plan(axes, frozenset(), dict(first.unusual))
+        plan = Plan(axes, frozenset(), dict(first.unusual), first.last_linear)
         unbatched = frozenset(
             k
             for k, (call, other) in enumerate(zip(first.calls, second.calls, strict=True))
@@ -320,6 +319,9 @@ class Linearization:
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(3, num_outputs, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
         expected = self._plain_gradients(inputs, u)
+        for name, value in expected.items():
+            if not torch.isfinite(value).all():
+                raise ValueError(non_finite_jacobian(name))
         if plan.general:
             plan.general_batched = self._general_batched(plan, inputs, u, expected)
         identity = torch.eye(num_outputs, device=self.device, dtype=self.dtype).expand(3, -1, -1)
@@ -362,8 +364,7 @@ class Linearization:
         """Whether the vectorised general path works for this network and gives the right gradients."""
         chosen = {name: self._parameters[name] for name in plan.general}
         try:
-            with warnings.catch_warnings(action="ignore"):  # a slow fallback inside vmap is measured, not announced
-                rows = general_rows(self.model, self.forward, chosen, inputs, u.unsqueeze(1), batched=True)
+            rows = general_rows(self.model, self.forward, chosen, inputs, u.unsqueeze(1), batched=True)
         except Exception:  # vmap raises whatever the network's operations raise; the plain loop handles them all
             return False
         tolerance = self._tolerance

@@ -24,14 +24,16 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     """
     M = precision.joint_covariance(jacobians)
     values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))
+    if not len(values):
+        raise ValueError(
+            "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
+        )
     if len(values) < dim:
         warnings.warn(
             f"dim={dim} is above the numerical rank {len(values)} of the covariance of the {len(M)} outputs that the "
             f"subspace is built from; dim={len(values)} is used. More subspace inputs raise the rank.",
             stacklevel=2,
         )
-    if not len(values):
-        raise ValueError("The network's outputs do not depend on its parameters: the Jacobian is zero.")
     weights = (U / values.sqrt()).to(jacobians.dtype)
     layout = jacobians.linearization.layout
     vectors = layout.zeros(len(values), weights)

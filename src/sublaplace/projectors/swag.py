@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-from sublaplace.data import split_batch
+from sublaplace.data import batches
 from sublaplace.jacobians import Linearization
 from sublaplace.likelihoods import Likelihood
 from sublaplace.parameters import ParameterLayout
@@ -25,7 +25,7 @@ def swag_variances(
 ) -> Tensor:
     """The variance of every parameter over `snapshots` epochs of SGD from θ̂, (p,) in float64 (Maddox et al. 2019).
 
-    SGD with momentum .9 and weight decay 3e-4 on the mean negative log-likelihood, one snapshot an epoch. Runs on a
+    SGD with momentum .9 and weight decay 3e-4 on the usual training loss, one snapshot an epoch. Runs on a
     copy
     of the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched.
     Cost: `snapshots` epochs of training; memory: a copy of the model and 2p numbers.
@@ -42,12 +42,11 @@ def swag_variances(
     first, second = torch.zeros_like(start), torch.zeros_like(start)
     device = linearization.device
     for _ in tqdm(range(snapshots), desc="SWAG", disable=not progress, leave=False):
-        for batch in loader:
-            inputs, targets = split_batch(batch)
+        for inputs, targets in batches(loader):
             inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
             with torch.enable_grad():
                 outputs = linearization.forward(model, inputs)
-                loss = -likelihood.log_likelihood(outputs, targets.to(device)).mean()
+                loss = likelihood.training_loss(outputs, targets.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -1,0 +1,72 @@
+"""The demonstration on tiny networks and few inputs."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from sublaplace import PROJECTORS
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from demo import COLUMNS, markdown, notes
+from demo_comparison import OPTIMUM, Comparison, compare
+from demo_figures import draw_bands, draw_reliability, draw_sweeps
+from demo_tasks import Task, digits_task, gap_task
+
+
+def shortened(task: Task) -> Task:
+    inputs, targets = task.test
+    return replace(task, test=(inputs[:40], targets[:40]), num_drawn=20, dims=(1, 3, 5))
+
+
+@pytest.fixture(scope="module")
+def digits() -> Comparison:
+    return compare(shortened(digits_task(num_train=60, width=4, epochs=3)))
+
+
+@pytest.fixture(scope="module")
+def gap() -> Comparison:
+    return compare(shortened(gap_task(num_train=40, width=8, epochs=20)))
+
+
+@pytest.mark.parametrize("name", ["digits", "gap"])
+def test_no_subspace_of_its_dimension_holds_more_of_the_trace_than_the_optimum(name, request):
+    rows = {row.method: row for row in request.getfixturevalue(name).rows}
+    assert set(rows) == {"map", "full", OPTIMUM, *PROJECTORS}
+    assert all(0 <= row.captured <= 1 + 1e-9 for row in rows.values())
+    assert all(rows[p].captured <= rows[OPTIMUM].captured * (1 + 1e-9) for p in PROJECTORS if p != "last-layer")
+
+
+@pytest.mark.parametrize("name", ["digits", "gap"])
+def test_traces_grow_with_the_dimension(name, request):
+    for sweep in request.getfixturevalue(name).sweeps.values():
+        assert sweep.log_trace == sorted(sweep.log_trace)
+
+
+def test_the_table_shows_a_dash_where_a_score_does_not_exist(digits, gap):
+    lines = markdown([*digits.rows, *gap.rows]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == COLUMNS
+    column = {name: [line[COLUMNS.index(name)] for line in cells[2:]] for name in COLUMNS}
+    for data, brier, coverage in zip(column["data"], column["Brier"], column["coverage"], strict=True):
+        assert (brier == "–") == (data == "gap")
+        assert (coverage == "–") == (data == "digits")
+    assert "λ = 1," in notes([gap])
+
+
+def test_the_pictures_are_written(digits, gap, tmp_path):
+    draw_bands(gap, tmp_path / "bands.png", small=2, large=5)
+    draw_sweeps([digits, gap], tmp_path / "sweep.png")
+    draw_reliability(digits, tmp_path / "reliability.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("bands", "sweep", "reliability"))
+
+
+def test_training_data_has_a_gap_and_test_data_none():
+    task = gap_task(num_train=40, width=4, epochs=1)
+    assert task.train[0].abs().min() >= 1
+    assert task.test[0].abs().min() < 0.2
+    assert isinstance(task.model, nn.Module)

@@ -29,10 +29,6 @@ def test_code_in_the_documents_runs(document):
             exec(code, names)
 
 
-def test_the_readme_shows_the_table_that_the_demo_wrote():
-    assert (ROOT / "docs" / "demo_table.md").read_text().strip() in (ROOT / "README.md").read_text()
-
-
 def test_the_pictures_of_the_readme_exist():
     for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / path).stat().st_size > 10_000

@@ -2,6 +2,7 @@ import pytest
 import torch
 from dense_reference import dense_jacobian
 from networks import NETWORKS, make
+from torch import nn
 
 from sublaplace.jacobians import Linearization
 
@@ -16,3 +17,102 @@ def test_rows_equal_those_of_plain_differentiation(name, dtype):
     rows = Linearization(model).jacobian(inputs).dense_rows()
     assert rows.dtype == dtype
     assert (rows - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+class Branching(nn.Module):
+    """Takes one of two layers by a property of all inputs of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive = nn.Linear(3, 4)
+        self.negative = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        layer = self.positive if x.mean() > 0 else self.negative
+        return self.head(layer(x).tanh())
+
+
+def test_batches_that_take_different_branches_each_get_their_own_jacobian():
+    torch.manual_seed(0)
+    model = Branching().double()
+    linearization = Linearization(model)
+    for sign in (1.0, -1.0, 1.0):
+        inputs = sign * torch.rand(5, 3, dtype=torch.float64)
+        assert torch.allclose(linearization.jacobian(inputs).dense_rows(), dense_jacobian(model, inputs))
+
+
+def test_a_branch_that_mixes_the_inputs_of_a_batch_is_refused_with_the_layer():
+    model = Branching().double()
+    inputs = torch.tensor([[1.0] * 3, [1.0] * 3, [-4.0] * 3], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"depend on the other inputs.*") as caught:
+        Linearization(model).jacobian(inputs)
+    assert "negative.weight" in str(caught.value) or "positive.weight" in str(caught.value)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer and in an attribute, and keeps its last input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x
+        return self.layer(x).tanh()
+
+
+def test_a_module_with_side_effects_gets_the_right_jacobian_and_its_buffers_back():
+    model = Counting().double()
+    inputs = torch.randn(5, 3, dtype=torch.float64)
+    linearization = Linearization(model)
+    assert torch.allclose(linearization.jacobian(inputs).dense_rows(), dense_jacobian(model, inputs))
+    assert model.calls == 0
+
+
+class Random(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x) + torch.randn(len(x), 2, dtype=x.dtype)
+
+
+def test_randomness_in_eval_mode_is_refused():
+    with pytest.raises(ValueError, match="randomness"):
+        Linearization(Random().double()).jacobian(torch.randn(5, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("budget", [1, 10_000, 10**9])
+@pytest.mark.parametrize("name", ["paper-cnn", "transformer", "lstm"])
+def test_chunks_under_any_budget_give_the_same_rows(name, budget):
+    model, inputs = make(name, 7)
+    linearization = Linearization(model, memory_budget=budget)
+    chunks = list(linearization.chunks(inputs))
+    assert {1: len(chunks) == 7, 10**9: len(chunks) == 1}.get(budget, True)
+    rows = torch.cat([chunk.dense_rows() for chunk in chunks])
+    assert torch.allclose(rows, dense_jacobian(model, inputs), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_equal_those_of_the_rows(name):
+    model, inputs = make(name, 5)
+    jacobian = Linearization(model).jacobian(inputs)
+    rows = dense_jacobian(model, inputs)
+    n, K = jacobian.num_inputs, jacobian.num_rows
+    layout = jacobian.layout
+    generator = torch.Generator().manual_seed(0)
+    V = torch.randn(3, layout.num_parameters, generator=generator, dtype=torch.float64)
+    U = torch.randn(n, K, 3, generator=generator, dtype=torch.float64)
+    assert torch.allclose(jacobian.matmul(layout.unflatten(V)).flatten(0, 1), rows @ V.T, atol=1e-10)
+    into = layout.zeros(3, V)
+    jacobian.add_transpose_matmul(U, into)
+    assert torch.allclose(layout.flatten(into), U.flatten(0, 1).T @ rows, atol=1e-10)
+    assert torch.allclose(jacobian.squared_norms().flatten(), rows.square().sum(1), atol=1e-10)
+    indices = torch.randperm(layout.num_parameters, generator=generator)[:20]
+    columns = jacobian.columns(layout.split_indices(indices), len(indices)).flatten(0, 1)
+    assert torch.allclose(columns, rows[:, indices], atol=1e-10)

@@ -1,34 +1,35 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
 import copy
-import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import ceil, isfinite
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_prior
 from sublaplace.curvature import CurvatureStream, reduced_ggn
 from sublaplace.data import Reservoir, batches, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.linearization import call_model, num_inputs
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
+from sublaplace.likelihoods import Gaussian, Likelihood
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.precision import isotropic_precision
 from sublaplace.predictive import LINKS, Prediction, probabilities
+from sublaplace.prior import Evidence
 from sublaplace.projection import Projection, Subset
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.low_rank import low_rank
 from sublaplace.projectors.subset import diagonal_variances, largest, last_layer
 from sublaplace.projectors.swag import swag_variances
+from sublaplace.survey import Survey, survey_of
 
 
 def _isotropic(context: ProjectorContext) -> Projection:
@@ -63,17 +64,6 @@ PROJECTORS: dict[str, Projector] = {
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
 
 
-@dataclass(frozen=True)
-class _Survey:
-    """What a first look at the training data tells."""
-
-    num_data: int
-    num_outputs: int
-    likelihood: Likelihood
-    subspace_inputs: Any
-    log_likelihood: float
-
-
 class SubspaceLaplace:
     """The Laplace approximation of a trained network in a subspace of its parameters.
 
@@ -82,7 +72,8 @@ class SubspaceLaplace:
         likelihood: "classification", "regression" or a likelihood object.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`.
         dim: s, the dimension of the subspace ("full" and "last-layer" have their own).
-        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I).
+        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "marglik": the λ that maximises the evidence of the KFAC
+            approximation, found before P is built.
         noise_std: σ of regression; None: the standard deviation of the training residuals. Alias `sigma_noise`.
         subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
             training data.
@@ -101,7 +92,7 @@ class SubspaceLaplace:
         likelihood: str | Likelihood,
         projector: str | Projector = "lowrank-kfac",
         dim: int = 100,
-        prior_precision: float = 1.0,
+        prior_precision: float | str = 1.0,
         noise_std: float | None = None,
         subspace_inputs: Any = None,
         num_subspace_inputs: int | None = None,
@@ -118,21 +109,24 @@ class SubspaceLaplace:
             raise ValueError("noise_std and sigma_noise are two names of the same thing; give one of them.")
         self.model = model
         self.projector = _checked_projector(projector)
-        self.requested_dim = _checked_dim(dim)
-        self._prior_precision = _checked_prior(prior_precision)
+        self.requested_dim = checked_dim(dim)
+        # None: λ is tuned when fitting.
+        self._prior_precision = None if prior_precision == "marglik" else checked_prior(prior_precision)
         self._noise_std = noise_std if noise_std is not None else sigma_noise
-        self._likelihood = _checked_likelihood(likelihood, self._noise_std)
+        self._likelihood = checked_likelihood(likelihood, self._noise_std)
         self._estimates_noise = likelihood == "regression" and self._noise_std is None
         self._subspace_inputs = subspace_inputs
-        self._num_subspace_inputs = _checked_count(num_subspace_inputs, "num_subspace_inputs")
-        self._memory_budget = _checked_count(memory_budget, "memory_budget")
+        self._num_subspace_inputs = (
+            None if num_subspace_inputs is None else checked_count(num_subspace_inputs, "num_subspace_inputs")
+        )
+        self._memory_budget = None if memory_budget is None else checked_count(memory_budget, "memory_budget")
         self.seed = seed
         self._forward = call_model if forward is None else forward
         self._tolerance = direction_tolerance
         self._layout = ParameterLayout.of(model)
         self._posterior: Posterior | None = None
         self._linearization: Linearization | None = None
-        self._survey: _Survey | None = None
+        self._survey: Survey | None = None
         self._fingerprint: tuple[object, ...] = ()
         self._seconds: dict[str, float] = {}
 
@@ -150,23 +144,22 @@ class SubspaceLaplace:
         linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
         with linearization.borrowed():
             with _timed(seconds, "survey"):
-                survey = self._look_at(loader, linearization, progress)
-            tolerance = self._tolerance
-            if tolerance is None:
-                tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
-            stream = CurvatureStream(
-                linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data
-            )
+                survey, subspace_inputs = self._look_at(loader, linearization, progress)
             context = ProjectorContext(
-                stream=stream,
-                subspace_jacobians=Jacobians(linearization, survey.subspace_inputs),
+                stream=self._stream(loader, linearization, survey, progress),
+                subspace_jacobians=Jacobians(linearization, subspace_inputs),
                 num_data=survey.num_data,
                 num_outputs=survey.num_outputs,
                 dim=self._fitting_dim(linearization),
-                prior_precision=self._prior_precision,
+                prior_precision=1.0,
                 seed=self.seed,
             )
-            posterior = self._posterior_from(context, seconds)
+            if self._prior_precision is None:
+                with _timed(seconds, "prior precision"):
+                    context, prior = self._tuned(context, survey)
+            else:
+                prior = self._prior_precision
+            posterior = self._posterior_from(replace(context, prior_precision=prior), seconds)
         self._posterior, self._linearization, self._survey = posterior, linearization, survey
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         self._seconds = seconds
@@ -186,8 +179,35 @@ class SubspaceLaplace:
             curvature,
             projection.gram(),
             context.stream.likelihood.curvature_scale,
-            self._prior_precision,
+            context.prior_precision,
         )
+
+    def _stream(
+        self, loader: Iterable[Any], linearization: Linearization, survey: Survey, progress: bool
+    ) -> CurvatureStream:
+        tolerance = self._tolerance
+        if tolerance is None:
+            tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
+        return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
+
+    def _tuned(self, context: ProjectorContext, survey: Survey) -> tuple[ProjectorContext, float]:
+        """λ from the evidence of the KFAC approximation, before P is built, as in the paper."""
+        kfac = context.kfac()
+        context = replace(context, known_kfac=kfac)
+        evidence = self._evidence(kfac, survey)
+        return context, evidence.best_prior(self._noise_of(survey))
+
+    def _evidence(self, posterior: Posterior, survey: Survey) -> Evidence:
+        return Evidence(
+            survey.log_likelihood,
+            posterior.curvature_eigenvalues() / survey.likelihood.curvature_scale,
+            float(self._layout.flat(self.model).double().square().sum()),
+            isinstance(survey.likelihood, Gaussian),
+        )
+
+    @staticmethod
+    def _noise_of(survey: Survey) -> float:
+        return survey.likelihood.noise_std if isinstance(survey.likelihood, Gaussian) else 1.0
 
     def _fitting_dim(self, linearization: Linearization) -> int:
         p = self._layout.num_parameters
@@ -207,40 +227,23 @@ class SubspaceLaplace:
             )
         return dim
 
-    def _look_at(self, loader: Iterable[Any], linearization: Linearization, progress: bool) -> _Survey:
-        """One forward pass over the data: checks it, counts it, estimates σ and draws X′."""
-        likelihood = self._likelihood
-        total, C = 0, 0
-        log_likelihood, residuals = 0.0, Residuals()
-        reservoir: Reservoir | None = None
-        for inputs, targets in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
-            inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
-            if total == 0:
-                linearization.chunk_size(inputs)  # probes the network
-            outputs = linearization.outputs(inputs)
-            likelihood.check_targets(outputs, targets)
-            if total == 0:
-                C = outputs.shape[1]
-                if self._subspace_inputs is None and self.projector not in _NEEDS_NO_INPUTS:
-                    reservoir = Reservoir(self._drawn_inputs(C), self.seed)
-            if reservoir is not None:
-                reservoir.add(inputs)
-            if isinstance(likelihood, Gaussian):
-                residuals.add(targets - outputs)
-            else:
-                log_likelihood += float(likelihood.log_likelihood(outputs, targets).sum())
-            total += len(outputs)
-        if total == 0:
-            raise ValueError("The loader is empty: there is nothing to fit.")
-        if isinstance(likelihood, Gaussian):
-            if self._estimates_noise:
-                likelihood = likelihood.with_noise(residuals.standard_deviation())
-            log_likelihood = residuals.log_likelihood(likelihood.noise_std)
+    def _look_at(self, loader: Iterable[Any], linearization: Linearization, progress: bool) -> tuple[Survey, Any]:
+        """The survey of the training data, and X′."""
         given = self._subspace_inputs
-        subspace = reservoir.inputs if reservoir else None
+        draws = given is None and self.projector not in _NEEDS_NO_INPUTS
+
+        def reservoir_for(num_outputs: int) -> Reservoir | None:
+            if not draws:
+                return None
+            size = self._num_subspace_inputs or max(100, ceil(2 * self.requested_dim / num_outputs))
+            return Reservoir(size, self.seed)
+
+        survey, reservoir = survey_of(
+            loader, linearization, self._likelihood, self._estimates_noise, reservoir_for, progress
+        )
         if given is not None:
-            subspace = linearization.to_device(self._joined(given, "subspace_inputs"))
-        return _Survey(total, C, likelihood, subspace, log_likelihood)
+            return survey, linearization.to_device(self._joined(given, "subspace_inputs"))
+        return survey, reservoir.inputs if reservoir else None
 
     @staticmethod
     def _joined(x: Any, what: str) -> Any:
@@ -249,9 +252,6 @@ class SubspaceLaplace:
         if not any(num_inputs(inputs) for inputs in batches_of_inputs):
             raise ValueError(f"There are no inputs: {what} is empty.")
         return join(batches_of_inputs)
-
-    def _drawn_inputs(self, num_outputs: int) -> int:
-        return self._num_subspace_inputs or max(100, ceil(2 * self.requested_dim / num_outputs))
 
     # Predicting -------------------------------------------------------------------------------------------------------
 
@@ -343,9 +343,9 @@ class SubspaceLaplace:
         return self._layout.num_parameters
 
     @property
-    def prior_precision(self) -> float:
-        """λ."""
-        return self._prior_precision
+    def prior_precision(self) -> float | None:
+        """λ; None before fit where it is to be tuned."""
+        return self._posterior.prior_precision if self._posterior is not None else self._prior_precision
 
     @property
     def noise_std(self) -> float | None:
@@ -358,15 +358,115 @@ class SubspaceLaplace:
     def truncate(self, dim: int) -> "SubspaceLaplace":
         """The same posterior in the leading `dim` dimensions, without a pass over the data."""
         posterior = self._subspace()
-        if _checked_dim(dim) > posterior.dim:
+        if checked_dim(dim) > posterior.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {posterior.dim}.")
         return self._with(posterior.truncated(dim))
 
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """The same subspace under another λ, without a pass over the data (P was built at the old λ)."""
         posterior, _ = self._fitted()
-        other = self._with(posterior.with_prior(_checked_prior(prior_precision)))
-        other._prior_precision = float(prior_precision)
+        return self._with(posterior.with_prior(checked_prior(prior_precision)))
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+    ) -> Tensor:
+        """The evidence ln p(D|θ̂) − ½λ‖θ̂‖² + ½ Σ ln(λ/(λ + γ)) at these (or the fitted) λ and σ, differentiable in both.
+
+        γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³).
+        """
+        posterior, survey = self._fitted()
+        prior = posterior.prior_precision if prior_precision is None else prior_precision
+        noise = self._noise_of(survey) if noise_std is None else noise_std
+        return self._evidence(posterior, survey)(*(torch.as_tensor(v, dtype=torch.float64) for v in (prior, noise)))
+
+    def optimize_prior_precision(
+        self, method: str = "marglik", val_loader: Iterable[Any] | None = None, tune_noise: bool = False
+    ) -> "SubspaceLaplace":
+        """Sets λ to its best value, with P kept, and returns self.
+
+        "marglik": the evidence, with `tune_noise` over λ and σ together. "validation": the least NLL on `val_loader`,
+        found on a grid of λ and then on a finer one; two passes over these data.
+        """
+        posterior, survey = self._fitted()
+        noise = self._noise_of(survey)
+        if method == "marglik":
+            evidence = self._evidence(posterior, survey)
+            prior, noise = evidence.best_prior_and_noise(noise) if tune_noise else (evidence.best_prior(noise), noise)
+        elif method == "validation":
+            if val_loader is None:
+                raise ValueError("method='validation' needs val_loader, a loader of (inputs, targets) batches.")
+            prior = self._best_on(checked_loader(val_loader))
+        else:
+            raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
+        if isinstance(survey.likelihood, Gaussian) and tune_noise:
+            survey = survey.with_noise(noise)
+            posterior = posterior.with_scale(survey.likelihood.curvature_scale)
+        self._posterior, self._survey = posterior.with_prior(prior), survey
+        return self
+
+    def _best_on(self, loader: Iterable[Any]) -> float:
+        """The λ of the smallest NLL: a pass on a coarse grid of factors of ten, one on a fine grid around the best."""
+        coarse = [10.0**k for k in range(-4, 8)]
+        best = min(zip(self._nll(coarse, loader), coarse, strict=True))[1]
+        fine = [best * 10 ** (k / 10) for k in range(-10, 11)]
+        return min(zip(self._nll(fine, loader), fine, strict=True))[1]
+
+    def _nll(self, priors: list[float], loader: Iterable[Any]) -> list[float]:
+        """The mean negative log predictive density for each λ, in one pass over the data."""
+        posterior, survey = self._fitted()
+        linearization = self._usable_linearization()
+        totals, count = [0.0] * len(priors), 0
+        candidates = [posterior.with_prior(prior) for prior in priors]
+        with linearization.borrowed():
+            for inputs, targets in batches(loader):
+                start = 0
+                for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                    part = targets[start : start + jacobian.num_inputs].to(linearization.device)
+                    survey.likelihood.check_targets(jacobian.outputs, part)
+                    for k, candidate in enumerate(candidates):
+                        covariance = candidate.covariance(jacobian)
+                        totals[k] -= float(survey.likelihood.log_predictive(jacobian.outputs, covariance, part).sum())
+                    start += jacobian.num_inputs
+                count += start
+        if not count:
+            raise ValueError("The validation loader is empty.")
+        return [total / count for total in totals]
+
+    def sample(self, count: int) -> Tensor:
+        """Draws of the parameters, (count, p), in `named_parameters()` order; the same for the same seed."""
+        posterior, _ = self._fitted()
+        linearization = self._usable_linearization()
+        drawn = posterior.sample(self._noise(count))
+        return self._layout.flat(self.model) + drawn.to(linearization.device, linearization.dtype)
+
+    def functional_samples(self, x: Any, count: int) -> Tensor:
+        """Draws of the linearised network's outputs, (count, n, C); a draw is one function, smooth across inputs and
+        calls: the same draws of the parameters serve all inputs."""
+        posterior, _ = self._fitted()
+        linearization = self._usable_linearization()
+        drawn = posterior.sample(self._noise(count)).to(linearization.device, linearization.dtype)
+        vectors = self._layout.unflatten(drawn)
+        with linearization.borrowed():
+            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in self._jacobians(x)]
+        return torch.cat(parts, dim=1)
+
+    def _noise(self, count: int) -> Callable[[int], Tensor]:
+        rows = checked_count(count, "count")
+        generator = torch.Generator().manual_seed(self.seed)
+        return lambda width: torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    def update(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
+        """A new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
+        posterior, survey = self._subspace(), self._fitted()[1]
+        linearization = self._usable_linearization()
+        loader = checked_loader(loader)
+        with linearization.borrowed():
+            added, _ = survey_of(loader, linearization, survey.likelihood, False, lambda _: None, progress)
+            stream = self._stream(loader, linearization, added, progress)
+            curvature = posterior.curvature + reduced_ggn(stream, posterior.projection)
+        joined = survey.joined(added)
+        other = self._with(replace(posterior, curvature=curvature, scale=joined.likelihood.curvature_scale))
+        other._survey = joined
         return other
 
     def _with(self, posterior: Posterior) -> "SubspaceLaplace":
@@ -374,7 +474,7 @@ class SubspaceLaplace:
         other._posterior = posterior
         return other
 
-    def _fitted(self) -> tuple[Posterior, _Survey]:
+    def _fitted(self) -> tuple[Posterior, Survey]:
         if self._posterior is None or self._survey is None:
             raise RuntimeError("This SubspaceLaplace is not fitted yet; call fit(train_loader) first.")
         return self._posterior, self._survey
@@ -400,9 +500,10 @@ class SubspaceLaplace:
         if self._posterior is None or self._survey is None:
             return f"{head}, not fitted)"
         noise = "" if self.noise_std is None else f", σ={self.noise_std:.4g}"
+        prior = f"λ={self._posterior.prior_precision:.4g}"
         size = readable(self.dim * self.num_parameters * 4)
         return (
-            f"{head}, s={self.dim} of p={self.num_parameters:,}, λ={self.prior_precision:.4g}{noise}, "
+            f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{noise}, "
             f"N={self._survey.num_data:,}, P up to {size})"
         )
 
@@ -422,53 +523,3 @@ def _checked_projector(projector: Any) -> str | Projector:
     if not callable(projector):
         raise TypeError("projector must be a name or a function from a ProjectorContext to a Projection.")
     return projector
-
-
-def _checked_dim(dim: Any) -> int:
-    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise TypeError(f"dim must be an integer, not {dim!r}.")
-    dim = operator.index(dim)
-    if dim < 0:
-        raise ValueError(f"dim must not be negative, but it is {dim}.")
-    if dim == 0:
-        raise ValueError("dim=0 leaves no uncertainty at all; choose at least 1.")
-    return int(dim)
-
-
-def _checked_prior(prior_precision: Any) -> float:
-    if isinstance(prior_precision, str):
-        raise ValueError(f"Unknown prior_precision '{prior_precision}'; give a positive number.")
-    try:
-        value = float(prior_precision)
-    except (TypeError, ValueError):
-        raise TypeError(f"prior_precision must be one positive number, not {prior_precision!r}.") from None
-    if not (isfinite(value) and value > 0):
-        raise ValueError(f"prior_precision must be positive and finite, but it is {value}.")
-    return value
-
-
-def _checked_count(count: Any, name: str) -> int | None:
-    if count is None:
-        return None
-    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
-        raise ValueError(f"{name} must be a positive integer, not {count!r}.")
-    return operator.index(count)
-
-
-def _checked_likelihood(likelihood: Any, noise_std: float | None) -> Likelihood:
-    if likelihood == "classification":
-        if noise_std is not None:
-            raise ValueError("noise_std belongs to regression; classification has none.")
-        return Categorical()
-    if likelihood == "regression":
-        return Gaussian(1.0 if noise_std is None else float(noise_std))
-    if isinstance(likelihood, str):
-        raise ValueError(f"Unknown likelihood '{likelihood}'; choose 'classification', 'regression' or an object.")
-    if not hasattr(likelihood, "cotangents"):
-        raise TypeError(
-            "likelihood must be 'classification', 'regression' or a likelihood object such as "
-            f"sublaplace.Gaussian(0.1), not {likelihood!r}."
-        )
-    if noise_std is not None:
-        raise ValueError("noise_std is part of the likelihood object; give it there, or likelihood='regression'.")
-    return likelihood

@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from sublaplace.predictive import probit
 
 
 class Likelihood(Protocol):
@@ -32,6 +35,9 @@ class Likelihood(Protocol):
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """ln p(y|f) for every input: (n,), in float64."""
+
+    def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """ln p(y|x, D) for every input, with outputs of this covariance (n, C, C): (n,), in float64."""
 
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The usual loss that networks are trained with, averaged over the batch; it does not depend on σ."""
@@ -77,26 +83,38 @@ class Gaussian:
         squares = (outputs.double() - targets.double()).square().sum(1)
         return -0.5 * (squares * self.noise_std**-2 + outputs.shape[1] * log(2 * pi * self.noise_std**2))
 
+    def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        noise = self.noise_std**2 * torch.eye(outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        normal = MultivariateNormal(outputs.double(), covariance.double() + noise, validate_args=False)
+        return normal.log_prob(targets.double())
+
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, targets)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Residuals:
-    """Sums over the residuals y − f of a data set, from which σ and the likelihood follow for any σ."""
+    """Sums over the residuals y − f of a data set, from which σ and the likelihood follow for any σ.
+
+    Squares are summed about the mean, so that no digits cancel when parts are joined.
+    """
 
     count: int = 0
     mean: float = 0.0
     spread: float = 0.0  # Σ (r − mean)²
 
-    def add(self, residuals: Tensor) -> None:
-        """Takes up another batch; sums of squares are taken about means, so that no digits cancel."""
+    @classmethod
+    def of(cls, residuals: Tensor) -> "Residuals":
         values = residuals.double()
-        count, mean = values.numel(), float(values.mean())
-        total, shift = self.count + count, mean - self.mean
-        self.spread += float((values - mean).square().sum()) + shift**2 * self.count * count / total
-        self.mean += shift * count / total
-        self.count = total
+        mean = float(values.mean())
+        return cls(values.numel(), mean, float((values - mean).square().sum()))
+
+    def joined(self, other: "Residuals") -> "Residuals":
+        total, shift = self.count + other.count, other.mean - self.mean
+        if not total:
+            return self
+        spread = self.spread + other.spread + shift**2 * self.count * other.count / total
+        return Residuals(total, self.mean + shift * other.count / total, spread)
 
     def standard_deviation(self) -> float:
         """About the mean, pooled over the outputs."""
@@ -106,10 +124,10 @@ class Residuals:
             )
         return (self.spread / self.count) ** 0.5
 
-    def log_likelihood(self, noise_std: float) -> float:
-        """Σ ln N(y | f, σ²)."""
+    def log_likelihood(self, noise_std: Tensor) -> Tensor:
+        """Σ ln N(y | f, σ²), differentiable in σ."""
         squares = self.spread + self.count * self.mean**2
-        return -0.5 * (squares / noise_std**2 + self.count * log(2 * pi * noise_std**2))
+        return -0.5 * (squares / noise_std**2 + self.count * (2 * pi * noise_std**2).log())
 
 
 @dataclass(frozen=True)
@@ -163,6 +181,11 @@ class Categorical:
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.double().log_softmax(1).gather(1, targets[:, None].long()).squeeze(1)
+
+    def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """By the probit approximation."""
+        probabilities = probit(outputs.double(), covariance.double().diagonal(dim1=1, dim2=2))
+        return probabilities.log().gather(1, targets[:, None].long()).squeeze(1)
 
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets.long())

@@ -1,5 +1,6 @@
 """Posteriors over functions: in a subspace, or over all parameters."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -19,6 +20,15 @@ class Posterior(Protocol):
     def prior_precision(self) -> float: ...
 
     def with_prior(self, prior_precision: float) -> "Posterior": ...
+
+    def with_scale(self, scale: float) -> "Posterior":
+        """Under another scale of the likelihood's curvature (σ⁻²)."""
+
+    def curvature_eigenvalues(self) -> Tensor:
+        """The eigenvalues of the curvature, with the likelihood's scale and without λ: float64."""
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        """Draws of θ − θ̂, (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Σ for each input: (n, K, K)."""
@@ -57,6 +67,9 @@ class SubspacePosterior:
     def with_prior(self, prior_precision: float) -> "SubspacePosterior":
         return replace(self, prior_precision=prior_precision)
 
+    def with_scale(self, scale: float) -> "SubspacePosterior":
+        return replace(self, scale=scale)
+
     def truncated(self, dim: int) -> "SubspacePosterior":
         """The posterior in the leading `dim` dimensions."""
         return replace(
@@ -65,6 +78,19 @@ class SubspacePosterior:
             curvature=self.curvature[:dim, :dim],
             gram=self.gram[:dim, :dim],
         )
+
+    def curvature_eigenvalues(self) -> Tensor:
+        root = cholesky(self.gram, "The Gram matrix of P")
+        half = torch.linalg.solve_triangular(root, self.curvature, upper=False)
+        whole = torch.linalg.solve_triangular(root, half.T, upper=False)
+        return self.scale * torch.linalg.eigvalsh((whole + whole.T) / 2).clamp_min(0)
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        return self.projection.lift(self._coordinates(noise(self.dim)))
+
+    def _coordinates(self, noise: Tensor) -> Tensor:
+        """μ = L⁻ᵀ ε for ε (k, s)."""
+        return torch.linalg.solve_triangular(self.factor.T, noise.double().T, upper=True).T
 
     def whitened(self, jacobian: Jacobian) -> Tensor:
         """Wᵀ = J P L⁻ᵀ: (n, K, s) in float64; its leading part belongs to the leading dimensions. Cost: n·K·s²."""

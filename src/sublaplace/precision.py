@@ -7,6 +7,7 @@ or the N·C × p rows V of Λ = VᵀV + λI where those are fewer. All give the 
 Λ⁻¹ times vectors of parameter space.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -43,6 +44,12 @@ class Precision(Protocol):
     def log_determinant(self) -> Tensor:
         """ln det Λ."""
 
+    def curvature_eigenvalues(self) -> Tensor:
+        """The eigenvalues of the GGN (approximation), without λ: float64."""
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        """Draws from N(0, Λ⁻¹), (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
+
 
 class Part(Protocol):
     """One parameter's block of a GGN approximation; λ is added to its eigenvalues when it is used."""
@@ -57,6 +64,9 @@ class Part(Protocol):
     def covariance(self, block: Block, prior: float) -> Tensor: ...
 
     def variance(self, block: Block, prior: float) -> Tensor: ...
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        """Draws from N(0, (GGN + λ)⁻¹), (k, size), from standard normal draws of that shape."""
 
     def eigenvalues(self) -> Tensor: ...
 
@@ -87,6 +97,9 @@ class DiagonalPart:
 
     def variance(self, block: Block, prior: float) -> Tensor:
         return self.whiten(block, prior).square().sum(2)
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        return noise * (self.diagonal + prior).rsqrt()
 
     def eigenvalues(self) -> Tensor:
         return self.diagonal
@@ -121,6 +134,9 @@ class DensePart:
 
     def variance(self, block: Block, prior: float) -> Tensor:
         return self.whiten(block, prior).square().sum(2)
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        return (noise * (self.values + prior).rsqrt()) @ self.vectors.T
 
     def eigenvalues(self) -> Tensor:
         return self.values
@@ -194,6 +210,10 @@ class KroneckerPart:
     def variance(self, block: Block, prior: float) -> Tensor:
         return self._root(block, prior).square().sum(2)
 
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        # The root of a symmetric matrix, so that draws do not depend on the order of eigenvectors.
+        return self._transformed(noise, (self._products + prior).rsqrt())
+
     def eigenvalues(self) -> Tensor:
         return self._products.flatten()
 
@@ -208,13 +228,20 @@ class BlockPrecision:
     layout: ParameterLayout
     parts: dict[str, Part]
     prior_precision: float
+    scale: float = 1.0  # of the likelihood, already in the curvature
 
     def with_prior(self, prior_precision: float) -> "BlockPrecision":
         return replace(self, prior_precision=prior_precision)
 
     def scaled(self, factor: float) -> "BlockPrecision":
-        """The curvature times a factor (σ⁻² of a Gaussian likelihood), λ as it is."""
-        return replace(self, parts={name: part.scaled(factor) for name, part in self.parts.items()})
+        """The curvature times a factor, λ as it is."""
+        return replace(
+            self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
+        )
+
+    def with_scale(self, scale: float) -> "BlockPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²)."""
+        return self.scaled(scale / self.scale)
 
     def solve(self, vectors: Vectors) -> Vectors:
         return {name: part.solve(vectors[name], self.prior_precision) for name, part in self.parts.items()}
@@ -267,8 +294,19 @@ class BlockPrecision:
         return groups
 
     def log_determinant(self) -> Tensor:
-        values = [part.eigenvalues().double() for part in self.parts.values()]
-        return torch.stack([(v + self.prior_precision).log().sum() for v in values]).sum()
+        return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
+
+    def curvature_eigenvalues(self) -> Tensor:
+        return torch.cat([part.eigenvalues().double() for part in self.parts.values()])
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        return torch.cat(
+            [
+                self.parts[name].sample(noise(size).to(self.parts[name].eigenvalues()), self.prior_precision)
+                for name, size in self.layout.sizes.items()
+            ],
+            dim=1,
+        )
 
 
 def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
@@ -299,12 +337,18 @@ class DensePrecision:
     layout: ParameterLayout
     ggn: Tensor  # (p, p)
     prior_precision: float
+    scale: float = 1.0  # of the likelihood, already in the curvature
 
     def with_prior(self, prior_precision: float) -> "DensePrecision":
         return replace(self, prior_precision=prior_precision)
 
     def scaled(self, factor: float) -> "DensePrecision":
-        return replace(self, ggn=self.ggn * factor)
+        """The curvature times a factor, λ as it is."""
+        return replace(self, ggn=self.ggn * factor, scale=self.scale * factor)
+
+    def with_scale(self, scale: float) -> "DensePrecision":
+        """The curvature under another scale of the likelihood (σ⁻²)."""
+        return self.scaled(scale / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -340,6 +384,13 @@ class DensePrecision:
     def log_determinant(self) -> Tensor:
         return 2 * self._factor.diagonal().log().sum()
 
+    def curvature_eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.ggn).clamp_min(0)
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        epsilon = noise(self.layout.num_parameters).to(self.ggn)
+        return torch.linalg.solve_triangular(self._factor.T, epsilon.T, upper=True).T
+
 
 @dataclass(frozen=True)
 class DualPrecision:
@@ -351,12 +402,18 @@ class DualPrecision:
     layout: ParameterLayout
     rows: Tensor  # V: (m, p)
     prior_precision: float
+    scale: float = 1.0  # of the likelihood, already in the curvature
 
     def with_prior(self, prior_precision: float) -> "DualPrecision":
         return replace(self, prior_precision=prior_precision)
 
     def scaled(self, factor: float) -> "DualPrecision":
-        return replace(self, rows=self.rows * factor**0.5)
+        """The curvature times a factor, λ as it is."""
+        return replace(self, rows=self.rows * factor**0.5, scale=self.scale * factor)
+
+    def with_scale(self, scale: float) -> "DualPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²)."""
+        return self.scaled(scale / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -397,3 +454,12 @@ class DualPrecision:
         m, p = self.rows.shape
         prior = torch.tensor(self.prior_precision, dtype=torch.float64)
         return 2 * self._factor.diagonal().log().sum() + (p - m) * prior.log()
+
+    def curvature_eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.rows @ self.rows.T).clamp_min(0)
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        # Λ⁻¹ (Vᵀ ε₁ + √λ ε₂) has the covariance Λ⁻¹ (VᵀV + λI) Λ⁻¹.
+        m, p = self.rows.shape
+        drawn = noise(m + p).to(self.rows)
+        return self._solved(drawn[:, :m] @ self.rows + self.prior_precision**0.5 * drawn[:, m:])

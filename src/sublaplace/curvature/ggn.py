@@ -24,7 +24,7 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
     for jacobian in stream.jacobians("exact GGN"):
         dense = jacobian.dense_rows().double()
         ggn.addmm_(dense.T, dense)
-    return DensePrecision(layout, ggn.mul_(scale), prior_precision)
+    return DensePrecision(layout, ggn.mul_(scale), prior_precision, scale)
 
 
 def exact_bytes(num_parameters: int, num_rows: int) -> int:

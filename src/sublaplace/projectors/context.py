@@ -25,6 +25,7 @@ class ProjectorContext:
     dim: int  # s
     prior_precision: float  # λ
     seed: int
+    known_kfac: BlockPrecision | None = None  # where it was needed before, to tune λ
 
     @property
     def linearization(self) -> Linearization:
@@ -32,6 +33,8 @@ class ProjectorContext:
 
     def kfac(self) -> BlockPrecision:
         """Λ with the Kronecker-factored GGN: one pass over the data."""
+        if self.known_kfac is not None:
+            return self.known_kfac.with_prior(self.prior_precision)
         return kronecker_ggn(self.stream, self.prior_precision)
 
     def diagonal(self) -> BlockPrecision:

@@ -38,9 +38,7 @@ def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Call
 
     def run() -> Tensor:
         chunks = stream.linearization.chunks(inputs)
-        return torch.cat(
-            [probit(j.outputs, posterior.covariance(j).diagonal(dim1=1, dim2=2)) for j in chunks]
-        )
+        return torch.cat([probit(j.outputs, posterior.covariance(j).diagonal(dim1=1, dim2=2)) for j in chunks])
 
     return run
 

@@ -2,7 +2,7 @@
 
 from sublaplace import metrics
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization, OuterBlock
-from sublaplace.laplace import PROJECTORS, SubspaceLaplace
+from sublaplace.laplace import SubspaceLaplace
 from sublaplace.likelihoods import Categorical, Gaussian
 from sublaplace.posterior import SubspacePosterior
 from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision, isotropic_precision
@@ -10,6 +10,8 @@ from sublaplace.predictive import Prediction
 from sublaplace.projection import Basis, Subset
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.low_rank import low_rank
+from sublaplace.projectors.names import PROJECTORS
+from sublaplace.serialization import SavedFileError
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +29,7 @@ __all__ = [
     "OuterBlock",
     "Prediction",
     "ProjectorContext",
+    "SavedFileError",
     "Subset",
     "SubspaceLaplace",
     "SubspacePosterior",

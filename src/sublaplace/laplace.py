@@ -1,65 +1,33 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
 import copy
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sublaplace import serialization
 from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_prior
 from sublaplace.curvature import CurvatureStream, reduced_ggn
 from sublaplace.data import Reservoir, batches, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.linearization import call_model, num_inputs
-from sublaplace.likelihoods import Gaussian, Likelihood
+from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.precision import isotropic_precision
 from sublaplace.predictive import LINKS, Prediction, probabilities
 from sublaplace.prior import Evidence
-from sublaplace.projection import Projection, Subset
 from sublaplace.projectors.context import Projector, ProjectorContext
-from sublaplace.projectors.low_rank import low_rank
-from sublaplace.projectors.subset import diagonal_variances, largest, last_layer
-from sublaplace.projectors.swag import swag_variances
+from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import Survey, survey_of
-
-
-def _isotropic(context: ProjectorContext) -> Projection:
-    like = torch.empty(0, dtype=context.linearization.dtype, device=context.linearization.device)
-    precision = isotropic_precision(context.linearization.layout, like, context.prior_precision)
-    return low_rank(context.subspace_jacobians, precision, context.dim)
-
-
-def _magnitude(context: ProjectorContext) -> Subset:
-    linearization = context.linearization
-    return largest(linearization, linearization.layout.flat(linearization.model).abs(), context.dim)
-
-
-def _swag(context: ProjectorContext) -> Subset:
-    stream = context.stream
-    scores = swag_variances(stream.linearization, stream.loader, stream.likelihood, progress=stream.progress)
-    return largest(stream.linearization, scores, context.dim)
-
-
-PROJECTORS: dict[str, Projector] = {
-    "lowrank-kfac": lambda c: low_rank(c.subspace_jacobians, c.kfac(), c.dim),
-    "lowrank-diagonal": lambda c: low_rank(c.subspace_jacobians, c.diagonal(), c.dim),
-    "lowrank-isotropic": _isotropic,
-    "lowrank-ggn": lambda c: low_rank(c.subspace_jacobians, c.exact(), c.dim),
-    "subset-magnitude": _magnitude,
-    "subset-diagonal": lambda c: largest(c.linearization, diagonal_variances(c.diagonal()), c.dim),
-    "subset-swag": _swag,
-    "last-layer": lambda c: last_layer(c.linearization, c.num_outputs),
-}
-"""The only table from names to builders; "full" is no projection and has no entry."""
 
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
 
@@ -140,8 +108,7 @@ class SubspaceLaplace:
         """
         loader = checked_loader(train_loader)
         seconds: dict[str, float] = {}
-        linearization = Linearization(self.model, self._forward)
-        linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
+        linearization = self._new_linearization()
         with linearization.borrowed():
             with _timed(seconds, "survey"):
                 survey, subspace_inputs = self._look_at(loader, linearization, progress)
@@ -164,6 +131,11 @@ class SubspaceLaplace:
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         self._seconds = seconds
         return self
+
+    def _new_linearization(self) -> Linearization:
+        linearization = Linearization(self.model, self._forward)
+        linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
+        return linearization
 
     def _posterior_from(self, context: ProjectorContext, seconds: dict[str, float]) -> Posterior:
         if self.projector == "full":
@@ -469,6 +441,108 @@ class SubspaceLaplace:
         other._survey = joined
         return other
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
+        posterior, survey = self._fitted()
+        self._usable_linearization()
+        if not isinstance(survey.likelihood, Gaussian | Categorical):
+            raise TypeError("Only posteriors with a Gaussian or Categorical likelihood can be saved.")
+        tensors, numbers = serialization.posterior_tensors(posterior)
+        description = {
+            "posterior": numbers,
+            "model": serialization.model_fingerprint(self.model),
+            "survey": {
+                "num_data": survey.num_data,
+                "num_outputs": survey.num_outputs,
+                "noise_std": self.noise_std,
+                "estimates_noise": survey.estimates_noise,
+                "residuals": asdict(survey.residuals),
+                "fixed_log_likelihood": survey.fixed_log_likelihood,
+            },
+            "likelihood": survey.likelihood.kind,
+            "projector": self.projector if isinstance(self.projector, str) else None,
+            "dim": self.requested_dim,
+            "seed": self.seed,
+            "direction_tolerance": self._tolerance,
+        }
+        serialization.write(path, tensors, description)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        forward: Callable[[nn.Module, Any], Tensor] | None = None,
+        memory_budget: int | None = None,
+    ) -> "SubspaceLaplace":
+        """The posterior that `save` wrote, for the same model; tensors go to the model's device.
+
+        No code is executed. Raises `SavedFileError` for a file that is not ours, altered or from another model.
+        """
+        layout = ParameterLayout.of(model)
+        device, dtype = layout.flat(model).device, layout.flat(model).dtype
+        tensors, description = serialization.read(path, device)
+        try:
+            serialization.require_same_model(description["model"], model)
+            numbers = description["survey"]
+            gaussian = description["likelihood"] == "regression"
+            likelihood = Gaussian(numbers["noise_std"]) if gaussian else Categorical()
+            la = cls(
+                model,
+                likelihood,
+                projector=description["projector"] or "lowrank-kfac",
+                dim=description["dim"],
+                prior_precision=description["posterior"]["prior_precision"],
+                seed=description["seed"],
+                forward=forward,
+                memory_budget=memory_budget,
+                direction_tolerance=description["direction_tolerance"],
+            )
+            la._survey = Survey(
+                numbers["num_data"],
+                numbers["num_outputs"],
+                likelihood,
+                numbers["estimates_noise"],
+                Residuals(**numbers["residuals"]),
+                numbers["fixed_log_likelihood"],
+            )
+            la._posterior = serialization.posterior_from(tensors, description["posterior"], layout, dtype)
+        except (KeyError, TypeError) as error:
+            raise serialization.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
+        la._linearization = la._new_linearization()
+        la._fingerprint = ParameterLayout.fingerprint(model)
+        return la
+
+    def summary(self) -> str:
+        """What was fitted, as text: sizes, λ, σ, how parameters are treated, and the seconds of each stage."""
+        posterior, survey = self._fitted()
+        linearization = self._usable_linearization()
+        lines = [
+            repr(self),
+            f"  parameters p      {self.num_parameters:,} in {len(self._layout.names)} tensors ({linearization.dtype})",
+            f"  dimension s       {self.dim:,}",
+            f"  prior precision λ {posterior.prior_precision:.6g}",
+        ]
+        if self.noise_std is not None:
+            lines.append(f"  noise σ           {self.noise_std:.6g}{' (estimated)' if survey.estimates_noise else ''}")
+        lines += [
+            f"  data N            {survey.num_data:,} inputs, {survey.num_outputs} outputs",
+            f"  memory of P       {readable(self._projection_bytes())}",
+            f"  backward passes   {linearization.passes:,} through one input",
+        ]
+        for name, why in linearization.unusual_parameters().items():
+            lines.append(f"  general path      {name}: {why}")
+        for stage, seconds in self._seconds.items():
+            lines.append(f"  {stage:<18}{seconds:.2f} s")
+        return "\n".join(lines)
+
+    def _projection_bytes(self) -> int:
+        posterior, _ = self._fitted()
+        if not isinstance(posterior, SubspacePosterior):
+            return 0
+        tensors, _ = serialization.posterior_tensors(posterior)
+        return sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(("basis", "indices")))
+
     def _with(self, posterior: Posterior) -> "SubspaceLaplace":
         other = copy.copy(self)
         other._posterior = posterior
@@ -501,11 +575,7 @@ class SubspaceLaplace:
             return f"{head}, not fitted)"
         noise = "" if self.noise_std is None else f", σ={self.noise_std:.4g}"
         prior = f"λ={self._posterior.prior_precision:.4g}"
-        size = readable(self.dim * self.num_parameters * 4)
-        return (
-            f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{noise}, "
-            f"N={self._survey.num_data:,}, P up to {size})"
-        )
+        return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{noise}, N={self._survey.num_data:,})"
 
 
 @contextmanager

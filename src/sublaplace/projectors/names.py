@@ -1,0 +1,40 @@
+"""The projectors by name: the one place where a new one is entered."""
+
+import torch
+
+from sublaplace.precision import isotropic_precision
+from sublaplace.projection import Projection, Subset
+from sublaplace.projectors.context import Projector, ProjectorContext
+from sublaplace.projectors.low_rank import low_rank
+from sublaplace.projectors.subset import diagonal_variances, largest, last_layer
+from sublaplace.projectors.swag import swag_variances
+
+
+def _isotropic(context: ProjectorContext) -> Projection:
+    like = torch.empty(0, dtype=context.linearization.dtype, device=context.linearization.device)
+    precision = isotropic_precision(context.linearization.layout, like, context.prior_precision)
+    return low_rank(context.subspace_jacobians, precision, context.dim)
+
+
+def _magnitude(context: ProjectorContext) -> Subset:
+    linearization = context.linearization
+    return largest(linearization, linearization.layout.flat(linearization.model).abs(), context.dim)
+
+
+def _swag(context: ProjectorContext) -> Subset:
+    stream = context.stream
+    scores = swag_variances(stream.linearization, stream.loader, stream.likelihood, progress=stream.progress)
+    return largest(stream.linearization, scores, context.dim)
+
+
+PROJECTORS: dict[str, Projector] = {
+    "lowrank-kfac": lambda c: low_rank(c.subspace_jacobians, c.kfac(), c.dim),
+    "lowrank-diagonal": lambda c: low_rank(c.subspace_jacobians, c.diagonal(), c.dim),
+    "lowrank-isotropic": _isotropic,
+    "lowrank-ggn": lambda c: low_rank(c.subspace_jacobians, c.exact(), c.dim),
+    "subset-magnitude": _magnitude,
+    "subset-diagonal": lambda c: largest(c.linearization, diagonal_variances(c.diagonal()), c.dim),
+    "subset-swag": _swag,
+    "last-layer": lambda c: last_layer(c.linearization, c.num_outputs),
+}
+"""From names to builders; "full" is no projection and has no entry."""

@@ -1,0 +1,122 @@
+"""Posteriors on disk: what comes back is what was saved, and nothing else comes back."""
+
+import copy
+import random
+import zipfile
+
+import pytest
+import torch
+from networks import make
+from safetensors.torch import save_file
+from test_laplace import labels, loader
+
+from sublaplace import PROJECTORS, SavedFileError, SubspaceLaplace
+
+
+def fitted(name="paper-cnn", projector="lowrank-kfac", dtype=torch.float64):
+    model, inputs = make(name, 8, dtype)
+    la = SubspaceLaplace(model, "classification", projector=projector, dim=4, prior_precision=0.7)
+    return la.fit(loader(inputs, labels(model, inputs))), model, inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("projector", [*PROJECTORS, "full"])
+def test_a_loaded_posterior_predicts_bit_for_bit_the_same(projector, dtype, tmp_path):
+    la, model, inputs = fitted(projector=projector, dtype=dtype)
+    la.save(tmp_path / "la.safetensors")
+    loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
+    assert torch.equal(loaded(inputs), la(inputs))
+    assert torch.equal(loaded.functional_covariance(inputs), la.functional_covariance(inputs))
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert (loaded.dim, loaded.prior_precision, loaded.num_parameters) == (
+        la.dim,
+        la.prior_precision,
+        la.num_parameters,
+    )
+
+
+def test_a_loaded_regression_keeps_its_noise_and_can_be_updated(tmp_path):
+    model, inputs = make("mlp", 12)
+    targets = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    la = SubspaceLaplace(model, "regression", dim=4).fit(loader(inputs, targets))
+    la.save(tmp_path / "la.safetensors")
+    loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
+    assert loaded.noise_std == la.noise_std
+    more = loader(inputs[:6] + 1, targets[:6])
+    again, before = loaded.update(more), la.update(more)
+    assert again.noise_std == before.noise_std
+    assert torch.equal(again.functional_variance(inputs), before.functional_variance(inputs))
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path):
+    la, model, _ = fitted()
+    path = tmp_path / "la.safetensors"
+    la.save(path)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.head.bias += 1
+    with pytest.raises(SavedFileError, match=r"'head.bias' has other values"):
+        SubspaceLaplace.load(path, changed)
+    frozen = copy.deepcopy(model)
+    frozen.head.bias.requires_grad_(False)
+    with pytest.raises(SavedFileError, match=r"'head.bias' has other requires_grad flag"):
+        SubspaceLaplace.load(path, frozen)
+    with pytest.raises(SavedFileError, match=r"other dtype: torch.float64 when saved, torch.float32 now"):
+        SubspaceLaplace.load(path, copy.deepcopy(model).float())
+    with pytest.raises(SavedFileError, match="lacks"):
+        SubspaceLaplace.load(path, make("mlp", 1)[0])
+
+
+def test_files_that_are_not_ours_are_refused(tmp_path):
+    _, model, _ = fitted()
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"a": torch.zeros(3)}, foreign)
+    with zipfile.ZipFile(tmp_path / "pickled.pt", "w") as archive:
+        archive.writestr("data.pkl", b"cos\nsystem\n(S'false'\ntR.")
+    (tmp_path / "empty").write_bytes(b"")
+    for name in ("foreign.safetensors", "pickled.pt", "empty", "missing"):
+        with pytest.raises(SavedFileError):
+            SubspaceLaplace.load(tmp_path / name, model)
+
+
+def test_every_altered_byte_is_noticed(tmp_path):
+    la, model, _ = fitted("mlp")
+    path = tmp_path / "la.safetensors"
+    la.save(path)
+    original = path.read_bytes()
+    chooser = random.Random(0)
+    for _ in range(2000):
+        altered = bytearray(original)
+        place = chooser.randrange(len(altered))
+        altered[place] ^= chooser.randrange(1, 256)
+        path.write_bytes(altered)
+        with pytest.raises(SavedFileError):
+            SubspaceLaplace.load(path, model)
+    for length in (0, 7, 8, 100, len(original) // 2, len(original) - 1):
+        path.write_bytes(original[:length])
+        with pytest.raises(SavedFileError):
+            SubspaceLaplace.load(path, model)
+    path.write_bytes(original + b"\0")
+    with pytest.raises(SavedFileError):
+        SubspaceLaplace.load(path, model)
+    path.write_bytes(original)
+    SubspaceLaplace.load(path, model)
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    la, model, inputs = fitted()
+    path = tmp_path / "la.safetensors"
+    la.save(path)
+    monkeypatch.setattr("sublaplace.serialization._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        la.with_prior(9.0).save(path)
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["la.safetensors"]
+    assert torch.equal(SubspaceLaplace.load(path, model)(inputs), la(inputs))
+
+
+def test_the_summary_tells_what_was_fitted():
+    la, _, _ = fitted("lstm")
+    text = la.summary()
+    for part in ("s=4", "λ=0.7", "N            8", "cell.weight_ih_l0: lstm", "reduced posterior", "backward passes"):
+        assert part in text

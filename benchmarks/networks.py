@@ -69,7 +69,7 @@ def _idx(path: Path, header: int) -> Tensor:
     return torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())), dtype=torch.uint8)[header:]
 
 
-def trained(network: nn.Module, name: str, epochs: int = 3) -> nn.Module:
+def trained(network: nn.Module, name: str, epochs: int = 6) -> nn.Module:
     """Load the weights of ``name`` into the network, after training them if they are not on disk yet."""
     path = CACHE / f"{name}.safetensors"
     if not path.exists():
@@ -84,16 +84,23 @@ def trained(network: nn.Module, name: str, epochs: int = 3) -> nn.Module:
 
 
 def _train(network: nn.Module, epochs: int, batch_size: int = 256) -> None:
+    """The paper's recipe for FashionMNIST (Adam, L2, clipped gradients, linear warm-up and decay), fewer epochs."""
     torch.manual_seed(0)
     inputs, labels = fashion_mnist("train")
-    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3, weight_decay=1e-4)
+    steps = epochs * -(-len(inputs) // batch_size)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 1e-4 + step / (0.1 * steps), (steps - step) / (0.5 * steps))
+    )
     for epoch in range(epochs):
         for batch in torch.randperm(len(inputs)).split(batch_size):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(network(inputs[batch]), labels[batch])
             loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
-        print(f"epoch {epoch + 1} of {epochs}, accuracy on the test set {accuracy(network):.3f}")
+            schedule.step()
+        print(f"epoch {epoch + 1} of {epochs}, accuracy on the test set {accuracy(network):.3f}", flush=True)
 
 
 @torch.no_grad()

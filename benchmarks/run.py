@@ -121,6 +121,40 @@ def ratio_table(results: dict[str, list[Measurement]]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def roofline(python: Path, weights: str) -> Measurement:
+    """The reduced posterior beside its unavoidable parts, and its growth with the data, in one process."""
+    command = [python, "roofline.py", "--network=paper-cnn", f"--weights={weights}"]
+    process = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def roofline_lines(measurements: list[Measurement]) -> list[str]:
+    lines = [
+        "",
+        "## The reduced posterior and what cannot be avoided (paper-cnn, s = 100)",
+        "",
+        "Passes: forward and backward passes of the same stream, nothing built from them. Multiplications: those of "
+        "the rows and of J P, counted, at this machine's best float32 rate, measured in the same process.",
+        "",
+        "| weights | inputs | posterior, s | passes, s | multiplications, s | posterior / unavoidable |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in measurements:
+        parts = [one["seconds_posterior"], one["seconds_passes"], one["seconds_multiplications"]]
+        ratio = parts[0] / (parts[1] + parts[2])
+        cells = " | ".join(f"{part:.3f}" for part in parts)
+        lines.append(f"| {one['weights']} | {one['inputs']} | {cells} | {ratio:.2f} |")
+    lines += ["", "| weights | N | seconds | ms an input | peak memory, MB |", "|---|---|---|---|---|"]
+    for one in measurements:
+        for point in one["growth"]:
+            each = 1000 * point["seconds"] / point["inputs"]
+            lines.append(
+                f"| {one['weights']} | {point['inputs']:,} | {point['seconds']:.2f} | {each:.2f} "
+                f"| {point['peak_memory_mb']:.0f} |"
+            )
+    return lines
+
+
 def report(
     about: dict[str, Any], results: dict[Setting, dict[str, list[Measurement]]], inputs: int, num_rounds: int
 ) -> str:
@@ -162,6 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--inputs", type=int, default=1000)
     parser.add_argument("--quick", action="store_true", help="one round, 200 inputs")
+    parser.add_argument("--roofline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", type=Path, help="where to write the report of an incomplete run")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -186,6 +221,8 @@ def main() -> None:
                 print(f"round {number + 1}, {network}, {weights}, {case}: {outcome}", flush=True)
 
     text = report(about, results, arguments.inputs, arguments.rounds)
+    if arguments.roofline:
+        text += "\n".join(roofline_lines([roofline(python, weights) for weights in arguments.weights])) + "\n"
     print(text)
     complete = (
         settings == [(network, weights) for network in NETWORKS for weights in WEIGHTS]

@@ -207,7 +207,7 @@ class OuterBlock:
 
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
-            return self.rows().flatten(0, 1).square().sum(0)
+            return self.rows().flatten(0, 1).square_().sum(0)  # these rows are nobody else's
         g = self.gradients[..., 0].square().sum(1)  # (n, G, O)
         a = self.inputs[..., 0].square()  # (n, G, I)
         return self._stored(torch.einsum("ngo,ngi->goi", g, a)).reshape(-1)

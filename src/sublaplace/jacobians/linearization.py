@@ -18,7 +18,7 @@ from sublaplace.parameters import ParameterLayout, borrowed
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
 """The calls of a forward pass, in order: the function and the parameters of each."""
 
-_USEFUL_CHUNK = 128 * 2**20  # bytes; larger chunks leave the caches and are not faster
+_USEFUL_CHUNK = 256 * 2**20  # bytes; larger chunks leave the caches and are not faster
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
 

@@ -2,7 +2,9 @@
 
 "Authors" is a re-write of the whole-batch procedure of the paper's code, not that code (which needs CUDA):
 the Jacobian of a batch by one ``torch.func.jacrev`` with respect to a flat parameter vector, everything else
-dense. Each batch size is the fastest of those that ``sweep_batch_sizes.py`` tries: peers are shown at their best.
+dense. Each batch size is about the fastest that ``sweep_batch_sizes.py`` found, so that peers are shown at their best:
+where Jacobians come from ``jacrev`` of a batch, an input costs more the larger the batch (10 ms at one or two inputs,
+more than 300 ms at 25), and a user who predicts in usual batches pays that.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ BACKENDS: dict[str, type[CurvatureInterface]] = {
 BATCH_SIZES: dict[str, int] = {
     "laplace-torch/curvlinops/kfac-fit": 50,
     "laplace-torch/curvlinops/diagonal-fit": 2,
-    "laplace-torch/curvlinops/kfac-prediction": 2,
+    "laplace-torch/curvlinops/kfac-prediction": 1,
     "laplace-torch/asdl/kfac-fit": 50,
     "laplace-torch/asdl/diagonal-fit": 50,
-    "laplace-torch/asdl/kfac-prediction": 2,
+    "laplace-torch/asdl/kfac-prediction": 1,
     "laplace-torch/backpack/kfac-fit": 50,
     "laplace-torch/backpack/diagonal-fit": 50,
     "laplace-torch/backpack/kfac-prediction": 50,
     "curvlinops/kfac-factors": 50,
-    "authors/projector-and-posterior": 2,
-    "authors/projector-and-posterior-with-kfac": 2,
-    "authors/subspace-prediction": 2,
+    "authors/projector-and-posterior": 1,
+    "authors/projector-and-posterior-with-kfac": 1,
+    "authors/subspace-prediction": 1,
 }
 
 

@@ -173,8 +173,10 @@ def report(
         "repeated after a warm-up. Time ratios are taken round by round.",
         "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "
         "far as its result lives on.",
-        "- Peers run at the fastest batch size found by `sweep_batch_sizes.py`. `authors` is a re-write of the "
-        "way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
+        "- Peers run at about the fastest batch size that `sweep_batch_sizes.py` found. Jacobians by jacrev of a batch "
+        "(laplace-torch's default, asdl, the paper's code) cost an input the more the larger the batch: what a user "
+        "with batches of 25 or more pays is over thirty times what stands here.",
+        "- `authors` is a re-write of the way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
         "- A case that would take over two minutes is measured on fewer inputs and marked as extrapolated.",
         "- A case that fails stands in the table with its error. Where a peer does not fail, its curvature need "
         "not be right: on a reused convolution curvlinops and asdl count the inputs' factor once a call, and "

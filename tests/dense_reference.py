@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from sublaplace.jacobians.linearization import call_model, num_inputs, select
+from sublaplace.jacobians.inputs import call_model, num_inputs, select
 
 
 def double(value):

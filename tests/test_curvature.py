@@ -14,9 +14,10 @@ from torch import nn
 
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
 from sublaplace.jacobians import Linearization
-from sublaplace.jacobians.linearization import num_inputs, select
+from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Categorical, Gaussian
-from sublaplace.precision import DensePart, DensePrecision, DiagonalPart, DualPrecision, KroneckerPart
+from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart
+from sublaplace.precision import DensePrecision, DualPrecision
 from sublaplace.projection import Basis, Subset
 from sublaplace.projectors.swag import swag_variances
 

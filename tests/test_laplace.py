@@ -16,7 +16,7 @@ from networks import NETWORKS, make
 from torch import nn
 
 from sublaplace import PROJECTORS, SubspaceLaplace
-from sublaplace.jacobians.linearization import num_inputs, select
+from sublaplace.jacobians.inputs import num_inputs, select
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 PRIOR = 0.7

@@ -1,5 +1,6 @@
 """The evidence against brute force and against laplace-torch, and the λ and σ that maximise it."""
 
+from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
-from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussian, SubspaceLaplace, Subset, metrics
+from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace, metrics
 from sublaplace.curvature import CurvatureStream, kronecker_ggn
 from sublaplace.jacobians import Linearization
 from sublaplace.likelihoods import Residuals
@@ -184,7 +185,7 @@ def test_the_evidence_with_as_many_dimensions_as_parameters_is_the_full_one(kind
 def test_a_larger_subspace_has_a_smaller_occam_factor():
     la, *_ = fitted("classification", dim=8)
     values = [float(la.truncate(s).log_marginal_likelihood()) for s in range(1, la.dim + 1)]
-    assert all(larger < smaller for smaller, larger in zip(values, values[1:], strict=False))
+    assert all(larger < smaller for smaller, larger in pairwise(values))
 
 
 # Its derivatives ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from test_bad_input import untouched
 from test_laplace import labels, loader
 
 from sublaplace import PROJECTORS, DensePrecision, DualPrecision, SubspaceLaplace
-from sublaplace.jacobians.linearization import select
+from sublaplace.jacobians.inputs import select
 
 PRIOR = 0.7
 COUNT = 20_000  # draws, where moments are estimated
@@ -113,7 +113,7 @@ def test_samples_of_regression_know_its_noise(projector):
 
 
 def test_samples_follow_another_prior():
-    la, inputs = fit("full")
+    la, _ = fit("full")
     certain = la.with_prior(1e6).sample(50) - theta(la)
     assert certain.square().mean() == pytest.approx(1e-6, rel=0.2)
     assert (la.sample(50) - theta(la)).square().mean() > 0.1
@@ -131,7 +131,9 @@ def test_every_projector_can_be_sampled(projector, dtype):
     assert parameters.dtype == functions.dtype == dtype
     assert not parameters.requires_grad and not functions.requires_grad
     assert torch.isfinite(parameters).all() and torch.isfinite(functions).all()
-    assert len(parameters.unique(dim=0)) == len(functions.unique(dim=0)) == 3
+    assert len(parameters.unique(dim=0)) == 3
+    if projector != "subset-diagonal":  # which picks parameters that no output depends on
+        assert len(functions.unique(dim=0)) == 3
 
 
 @pytest.mark.parametrize("name", ["mlp", "paper-cnn", "frozen-layer"])

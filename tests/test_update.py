@@ -8,7 +8,7 @@ from test_bad_input import untouched
 from test_laplace import labels, loader
 
 from sublaplace import SubspaceLaplace
-from sublaplace.jacobians.linearization import select
+from sublaplace.jacobians.inputs import select
 
 PRIOR = 0.7
 KINDS = {
@@ -53,7 +53,8 @@ def close(value, expected, tolerance):
 def assert_same_posterior(found, expected, inputs, tolerance):
     assert torch.equal(found.projection, expected.projection)
     assert found.prior_precision == expected.prior_precision
-    assert found.noise_std == pytest.approx(expected.noise_std, rel=tolerance)
+    if found.noise_std is not None:
+        assert found.noise_std == pytest.approx(expected.noise_std, rel=tolerance)
     assert close(
         found.functional_covariance(inputs, joint=True), expected.functional_covariance(inputs, joint=True), tolerance
     )
@@ -185,7 +186,7 @@ class Forgetful:
 
     def __iter__(self):
         batches, self.batches = self.batches, []
-        return iter(batches)
+        yield from batches
 
 
 BAD_LOADERS = {
@@ -234,7 +235,7 @@ def test_targets_of_regression_that_are_not_finite_are_refused():
 def test_the_full_posterior_cannot_be_updated_and_says_so():
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST), "full")
-    with pytest.raises(ValueError, match="'full'.*update"):
+    with pytest.raises(ValueError, match="'full' has no subspace"):
         la.update(part(inputs, targets, SECOND))
 
 

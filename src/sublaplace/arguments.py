@@ -4,6 +4,8 @@ import operator
 from math import isfinite
 from typing import Any
 
+from torch import Tensor
+
 from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
 
 
@@ -21,12 +23,16 @@ def checked_dim(dim: Any) -> int:
 def checked_prior(prior_precision: Any) -> float:
     if isinstance(prior_precision, str):
         raise ValueError(f"Unknown prior_precision '{prior_precision}'; give a positive number or 'marglik'.")
+    return checked_positive(prior_precision, "prior_precision")
+
+
+def checked_positive(number: Any, name: str) -> float:
     try:
-        value = float(prior_precision)
+        value = float(number.detach() if isinstance(number, Tensor) else number)
     except (TypeError, ValueError):
-        raise TypeError(f"prior_precision must be one positive number, not {prior_precision!r}.") from None
+        raise TypeError(f"{name} must be one positive number, not {number!r}.") from None
     if not (isfinite(value) and value > 0):
-        raise ValueError(f"prior_precision must be positive and finite, but it is {value}.")
+        raise ValueError(f"{name} must be positive and finite, but it is {value}.")
     return value
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
-from sublaplace.jacobians.linearization import num_inputs, select
+from sublaplace.jacobians.inputs import num_inputs, select
 
 
 def checked_loader(loader: Any) -> Iterable[Any]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sublaplace import serialization
-from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_prior
+from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_positive, checked_prior
 from sublaplace.curvature import CurvatureStream, reduced_ggn
 from sublaplace.data import Reservoir, batches, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
-from sublaplace.jacobians.linearization import call_model, num_inputs
+from sublaplace.jacobians.inputs import call_model, num_inputs
 from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
@@ -347,8 +347,11 @@ class SubspaceLaplace:
         γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³).
         """
         posterior, survey = self._fitted()
+        self._usable_linearization()
         prior = posterior.prior_precision if prior_precision is None else prior_precision
         noise = self._noise_of(survey) if noise_std is None else noise_std
+        checked_positive(prior, "prior_precision")
+        checked_positive(noise, "noise_std")
         return self._evidence(posterior, survey)(*(torch.as_tensor(v, dtype=torch.float64) for v in (prior, noise)))
 
     def optimize_prior_precision(
@@ -360,6 +363,7 @@ class SubspaceLaplace:
         found on a grid of λ and then on a finer one; two passes over these data.
         """
         posterior, survey = self._fitted()
+        self._usable_linearization()
         noise = self._noise_of(survey)
         if method == "marglik":
             evidence = self._evidence(posterior, survey)

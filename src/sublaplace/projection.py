@@ -58,7 +58,7 @@ class Basis:
         return self.layout.flatten(self.vectors).T
 
     def lift(self, coordinates: Tensor) -> Tensor:
-        return self.layout.flatten({name: coordinates @ part for name, part in self.vectors.items()})
+        return self.layout.flatten({name: coordinates.to(part) @ part for name, part in self.vectors.items()})
 
 
 @dataclass(frozen=True)

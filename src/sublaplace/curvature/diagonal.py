@@ -3,7 +3,8 @@
 import torch
 
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.precision import BlockPrecision, DiagonalPart, Part
+from sublaplace.parts import DiagonalPart, Part
+from sublaplace.precision import BlockPrecision
 
 
 def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecision:

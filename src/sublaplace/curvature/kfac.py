@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock
-from sublaplace.precision import BlockPrecision, DensePart, DiagonalPart, KroneckerPart, Part
+from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
+from sublaplace.precision import BlockPrecision
 
 DENSE_LIMIT = 1000
 """Parameters without a Kronecker form get their exact dense block up to this size, beyond it the diagonal."""

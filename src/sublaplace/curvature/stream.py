@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from sublaplace.data import batches, join, one_shot
 from sublaplace.jacobians import Jacobian, Linearization
-from sublaplace.jacobians.linearization import num_inputs, select
+from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Gaussian, Likelihood, significant
 
 _BUFFER = 2048  # inputs among which those with equally many directions are put together

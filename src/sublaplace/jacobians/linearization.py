@@ -1,6 +1,6 @@
 """A trained network and its Jacobian: the engine that everything else runs on."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,86 +12,22 @@ from torch.utils._pytree import tree_flatten, tree_map
 from sublaplace.jacobians.blocks import Block, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
 from sublaplace.jacobians.general import general_rows
+from sublaplace.jacobians.inputs import call_model, num_inputs, plain, select
 from sublaplace.jacobians.jacobian import Jacobian, non_finite_jacobian
+from sublaplace.jacobians.plan import (
+    Plan,
+    Signature,
+    batch_axis,
+    depends_on_batch,
+    described,
+    first_difference,
+    signature,
+)
 from sublaplace.parameters import ParameterLayout, borrowed
-
-Signature = tuple[tuple[str, tuple[str, ...]], ...]
-"""The calls of a forward pass, in order: the function and the parameters of each."""
 
 _USEFUL_CHUNK = 256 * 2**20  # bytes; larger chunks leave the caches and are not faster
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
-
-
-def call_model(model: nn.Module, inputs: Any) -> Tensor:
-    """f(x) for a tensor, a tuple of arguments or a mapping of keywords; takes ``.logits`` of a result that has them."""
-    if isinstance(inputs, Mapping):
-        result = model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        result = model(*inputs)
-    else:
-        result = model(inputs)
-    return result.logits if hasattr(result, "logits") else result
-
-
-def num_inputs(inputs: Any) -> int:
-    """The batch size: the length of the first tensor."""
-    tensors = [leaf for leaf in tree_flatten(_plain(inputs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
-    if not tensors:
-        raise ValueError("A batch of inputs must hold at least one tensor with the batch as its first dimension.")
-    return len(tensors[0])
-
-
-def select(inputs: Any, indices: Any) -> Any:
-    """The inputs at `indices`, for a tensor or any nesting of tensors."""
-    n = num_inputs(inputs)
-    return tree_map(
-        lambda leaf: leaf[indices] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n else leaf,
-        _plain(inputs),
-    )
-
-
-def _plain(inputs: Any) -> Any:
-    """Mappings of foreign types (a tokenizer's batch) as dicts, which tree functions understand."""
-    return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """Where the inputs of the batch stand in a call's output: dimension `dim` holds n·`inner` entries.
-
-    position_major: entry t·n + i in place of i·inner + t belongs to input i.
-    """
-
-    dim: int
-    inner: int
-    position_major: bool
-
-    def in_front(self, tensor: Tensor, n: int) -> Tensor:
-        """(…, n·inner, …) → (n, …, inner, …), a view."""
-        if self.position_major:
-            return tensor.unflatten(self.dim, (-1, n)).movedim(self.dim + 1, 0)
-        return tensor.unflatten(self.dim, (n, -1)).movedim(self.dim, 0)
-
-
-@dataclass
-class Plan:
-    """What probing found out about one sequence of calls."""
-
-    axes: list[BatchAxis | None]
-    expand: frozenset[int]
-    general: dict[str, str]  # parameter → why it needs the general path
-    last_linear: tuple[str, ...]
-    general_batched: bool = True
-    gradient_elements: int = 0  # per input and direction
-    input_elements: int = 0  # per input
-
-    def measure(self, calls: list[Call], n: int) -> None:
-        """Notes the largest memory need of an input seen so far."""
-        gradients = sum(call.output_shape.numel() for call in calls)
-        self.gradient_elements = max(self.gradient_elements, -(-gradients // n))
-        inputs = sum(call.input_elements for call in calls)
-        self.input_elements = max(self.input_elements, -(-inputs // n))
 
 
 @dataclass
@@ -150,7 +86,7 @@ class Linearization:
             leaf = leaf.to(self.device)
             return leaf.clone() if leaf.is_inference() else leaf.detach()
 
-        return tree_map(move, _plain(inputs))
+        return tree_map(move, plain(inputs))
 
     def outputs(self, inputs: Any) -> Tensor:
         """f(x): (n, C), without a graph."""
@@ -223,7 +159,7 @@ class Linearization:
             capture = Capture(self._names, n, expand=plan.expand if plan else frozenset())
             with torch.enable_grad(), capture:
                 outputs = self._checked(self.forward(self.model, inputs), inputs)
-            known = self._plans.get(_signature(capture.calls))
+            known = self._plans.get(signature(capture.calls))
             if known is None:
                 plan = self._probe(inputs)
                 continue
@@ -235,7 +171,7 @@ class Linearization:
             return plan, capture, outputs
         raise RuntimeError(
             "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
-            f"The parametrised calls of the last pass were: {_described(capture.calls)}."
+            f"The parametrised calls of the last pass were: {described(capture.calls)}."
         )
 
     def _checked(self, outputs: Any, inputs: Any) -> Tensor:
@@ -270,14 +206,14 @@ class Linearization:
         two = select(three, slice(0, 2))
         first, outputs = self._probing_pass(three)
         second, fewer = self._probing_pass(two)
-        if _signature(first.calls) != _signature(second.calls):
-            raise ValueError(_depends_on_batch(_first_difference(first.calls, second.calls)))
+        if signature(first.calls) != signature(second.calls):
+            raise ValueError(depends_on_batch(first_difference(first.calls, second.calls)))
         tolerance = self._tolerance
         _, later = self._probing_pass(select(three, slice(1, 3)))
         for part, alone in ((outputs[:2], fewer), (outputs[1:], later)):
             if not torch.allclose(part, alone, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
-                raise ValueError(_depends_on_batch("outputs"))
-        axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
+                raise ValueError(depends_on_batch("outputs"))
+        axes = [batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
         plan = Plan(axes, frozenset(), dict(first.unusual), first.last_linear)
         unbatched = frozenset(
             k
@@ -290,7 +226,7 @@ class Linearization:
             if axis is None:
                 plan.general |= {name: f"no batch dimension in '{call.function}'" for name in call.names}
         plan.measure(first.calls, 3)
-        self._plans[_signature(first.calls)] = plan
+        self._plans[signature(first.calls)] = plan
         self._verify(plan, three, outputs.shape[1])
         return plan
 
@@ -312,7 +248,7 @@ class Linearization:
         if len(first.calls) != len(plan.axes) or not torch.allclose(again, outputs, rtol=tolerance, atol=tolerance):
             return
         plan.expand = unbatched
-        plan.axes = [_batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
+        plan.axes = [batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
 
     def _verify(self, plan: Plan, inputs: Any, num_outputs: int) -> None:
         """Compares Jᵀu for a random u with automatic differentiation; what differs takes the general path."""
@@ -431,45 +367,3 @@ class Jacobians:
     @property
     def device(self) -> torch.device:
         return self.linearization.device
-
-
-def _signature(calls: list[Call]) -> Signature:
-    return tuple((call.function, call.names) for call in calls)
-
-
-def _described(calls: list[Call]) -> str:
-    return ", ".join(f"{call.function}({', '.join(call.names)})" for call in calls)
-
-
-def _first_difference(calls: list[Call], others: list[Call]) -> str:
-    for call, other in zip(calls, others, strict=False):
-        if (call.function, call.names) != (other.function, other.names):
-            return f"operations (first at {', '.join(call.names)})"
-    return "operations"
-
-
-def _depends_on_batch(what: str) -> str:
-    return (
-        f"The {what} of an input depend on the other inputs of its batch, so they have no Jacobian of their own. "
-        "Common reasons: batch statistics (a batch norm without running statistics), a layer that mixes inputs, or "
-        "randomness that eval mode does not switch off."
-    )
-
-
-def _batch_axis(three: Call, two: Call, tolerance: float) -> BatchAxis | None:
-    """The dimension in which the outputs for three and for two inputs differ, and how inputs are laid out in it."""
-    a, b = three.output, two.output
-    assert a is not None and b is not None
-    if a.ndim != b.ndim:
-        return None
-    dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]]
-    if len(dims) != 1 or a.shape[dims[0]] * 2 != b.shape[dims[0]] * 3:
-        return None
-    inner = a.shape[dims[0]] // 3
-    atol = tolerance * float(a.abs().max())
-    for position_major in (False, True):
-        axis = BatchAxis(dims[0], inner, position_major)
-        same = torch.allclose(axis.in_front(a, 3)[:2], axis.in_front(b, 2), rtol=tolerance, atol=atol)
-        if same:
-            return axis
-    return None

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Linearization
-from sublaplace.precision import BlockPrecision, DiagonalPart
+from sublaplace.parts import DiagonalPart
+from sublaplace.precision import BlockPrecision
 from sublaplace.projection import Subset
 
 

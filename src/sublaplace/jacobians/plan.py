@@ -1,0 +1,91 @@
+"""What probing a network finds out: where the inputs of a batch stand in each call, and what needs the general path."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians.capture import Call
+
+Signature = tuple[tuple[str, tuple[str, ...]], ...]
+"""The calls of a forward pass, in order: the function and the parameters of each."""
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where the inputs of the batch stand in a call's output: dimension `dim` holds n·`inner` entries.
+
+    position_major: entry t·n + i in place of i·inner + t belongs to input i.
+    """
+
+    dim: int
+    inner: int
+    position_major: bool
+
+    def in_front(self, tensor: Tensor, n: int) -> Tensor:
+        """(…, n·inner, …) → (n, …, inner, …), a view."""
+        if self.position_major:
+            return tensor.unflatten(self.dim, (-1, n)).movedim(self.dim + 1, 0)
+        return tensor.unflatten(self.dim, (n, -1)).movedim(self.dim, 0)
+
+
+@dataclass
+class Plan:
+    """What probing found out about one sequence of calls."""
+
+    axes: list[BatchAxis | None]
+    expand: frozenset[int]
+    general: dict[str, str]  # parameter → why it needs the general path
+    last_linear: tuple[str, ...]
+    general_batched: bool = True
+    gradient_elements: int = 0  # per input and direction
+    input_elements: int = 0  # per input
+
+    def measure(self, calls: list[Call], n: int) -> None:
+        """Notes the largest memory need of an input seen so far."""
+        gradients = sum(call.output_shape.numel() for call in calls)
+        self.gradient_elements = max(self.gradient_elements, -(-gradients // n))
+        inputs = sum(call.input_elements for call in calls)
+        self.input_elements = max(self.input_elements, -(-inputs // n))
+
+
+def signature(calls: list[Call]) -> Signature:
+    return tuple((call.function, call.names) for call in calls)
+
+
+def described(calls: list[Call]) -> str:
+    return ", ".join(f"{call.function}({', '.join(call.names)})" for call in calls)
+
+
+def first_difference(calls: list[Call], others: list[Call]) -> str:
+    for call, other in zip(calls, others, strict=False):
+        if (call.function, call.names) != (other.function, other.names):
+            return f"operations (first at {', '.join(call.names)})"
+    return "operations"
+
+
+def depends_on_batch(what: str) -> str:
+    return (
+        f"The {what} of an input depend on the other inputs of its batch, so they have no Jacobian of their own. "
+        "Common reasons: batch statistics (a batch norm without running statistics), a layer that mixes inputs, or "
+        "randomness that eval mode does not switch off."
+    )
+
+
+def batch_axis(three: Call, two: Call, tolerance: float) -> BatchAxis | None:
+    """The dimension in which the outputs for three and for two inputs differ, and how inputs are laid out in it."""
+    a, b = three.output, two.output
+    assert a is not None and b is not None
+    if a.ndim != b.ndim:
+        return None
+    dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]]
+    if len(dims) != 1 or a.shape[dims[0]] * 2 != b.shape[dims[0]] * 3:
+        return None
+    inner = a.shape[dims[0]] // 3
+    atol = tolerance * float(a.abs().max())
+    for position_major in (False, True):
+        axis = BatchAxis(dims[0], inner, position_major)
+        same = torch.allclose(axis.in_front(a, 3)[:2], axis.in_front(b, 2), rtol=tolerance, atol=atol)
+        if same:
+            return axis
+    return None

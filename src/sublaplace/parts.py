@@ -1,0 +1,182 @@
+r"""The curvature of one parameter: a diagonal, Kronecker-factored or dense block of the GGN.
+
+λ is not part of a block; it is added to the eigenvalues when the block is used, so that another λ costs nothing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock
+
+
+class Part(Protocol):
+    """One parameter's block of a GGN approximation; λ is added to its eigenvalues when it is used."""
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor: ...
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor: ...
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        """B (n, K, size) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ for this parameter's J."""
+
+    def covariance(self, block: Block, prior: float) -> Tensor: ...
+
+    def variance(self, block: Block, prior: float) -> Tensor: ...
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        """Draws from N(0, (GGN + λ)⁻¹), (k, size), from standard normal draws of that shape."""
+
+    def eigenvalues(self) -> Tensor: ...
+
+    def scaled(self, factor: float) -> "Part": ...
+
+
+def inner_products(rows: Tensor) -> Tensor:
+    return rows @ rows.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class DiagonalPart:
+    """The diagonal of the GGN for one parameter; zeros make it the isotropic prior alone."""
+
+    diagonal: Tensor  # (size,)
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return vectors / (self.diagonal + prior)
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return vectors * (self.diagonal + prior)
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        return block.rows() * (self.diagonal + prior).rsqrt()
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return inner_products(self.whiten(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self.whiten(block, prior).square().sum(2)
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        return noise * (self.diagonal + prior).rsqrt()
+
+    def eigenvalues(self) -> Tensor:
+        return self.diagonal
+
+    def scaled(self, factor: float) -> "DiagonalPart":
+        return DiagonalPart(self.diagonal * factor)
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """The exact GGN block of a small parameter, by its eigendecomposition."""
+
+    values: Tensor  # (size,)
+    vectors: Tensor  # (size, size)
+
+    @classmethod
+    def of(cls, matrix: Tensor, dtype: torch.dtype) -> "DensePart":
+        values, vectors = torch.linalg.eigh(matrix.double())
+        return cls(values.clamp_min(0).to(dtype), vectors.to(dtype))
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return (vectors @ self.vectors / (self.values + prior)) @ self.vectors.T
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return (vectors @ self.vectors * (self.values + prior)) @ self.vectors.T
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        return (block.rows() @ self.vectors) * (self.values + prior).rsqrt()
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return inner_products(self.whiten(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self.whiten(block, prior).square().sum(2)
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        return (noise * (self.values + prior).rsqrt()) @ self.vectors.T
+
+    def eigenvalues(self) -> Tensor:
+        return self.values
+
+    def scaled(self, factor: float) -> "DensePart":
+        return replace(self, values=self.values * factor)
+
+
+@dataclass(frozen=True)
+class KroneckerPart:
+    r"""GGN ≈ G ⊗ A in eigenbases: eigenvalue (o, i) is the product of both factors' eigenvalues, λ is added exactly.
+
+    One block a group of a grouped convolution. `input_vectors` is None where A is diagonal (embeddings).
+    `transposed`: the
+    parameter is stored as (I, O).
+    """
+
+    input_values: Tensor  # (G, I)
+    input_vectors: Tensor | None  # (G, I, I)
+    output_values: Tensor  # (G, O)
+    output_vectors: Tensor  # (G, O, O)
+    transposed: bool
+
+    @property
+    def _products(self) -> Tensor:
+        """All eigenvalues, (G, O, I)."""
+        return self.output_values[:, :, None] * self.input_values[:, None, :]
+
+    def _stored(self, matrices: Tensor) -> Tensor:
+        return matrices.transpose(-1, -2) if self.transposed else matrices
+
+    def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
+        """Into the eigenbasis, times the factors, and back."""
+        shape = self._stored(factors).shape
+        maps = self._stored(vectors.view(-1, *shape))  # (r, G, O, I)
+        maps = self.output_vectors.transpose(1, 2) @ maps
+        if self.input_vectors is None:
+            maps = maps * factors
+        else:
+            maps = ((maps @ self.input_vectors) * factors) @ self.input_vectors.transpose(1, 2)
+        return self._stored(self.output_vectors @ maps).reshape(len(vectors), -1)
+
+    def solve(self, vectors: Tensor, prior: float) -> Tensor:
+        return self._transformed(vectors, 1 / (self._products + prior))
+
+    def matmul(self, vectors: Tensor, prior: float) -> Tensor:
+        return self._transformed(vectors, self._products + prior)
+
+    def whiten(self, block: Block, prior: float) -> Tensor:
+        if not isinstance(block, OuterBlock | EmbeddingBlock):
+            raise TypeError(
+                "A parameter that was used as a linear map when the curvature was fitted is now used in another way; "
+                "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
+            )
+        rows = block.rotated_rows(self.input_vectors, self.output_vectors)
+        return rows * self._stored(self._products + prior).reshape(-1).rsqrt()
+
+    def _root(self, block: Block, prior: float) -> Tensor:
+        """B (n, K, ·) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ, as narrow as possible."""
+        if not isinstance(block, OuterBlock) or block.positions > 1 or self.input_vectors is None:
+            return self.whiten(block, prior)
+        # A single outer product a row: Σ_oi g_o g'_o a_i² / (λ + e_oi), and the sum over i comes first.
+        a, g = block.rotated(self.input_vectors, self.output_vectors)
+        squares = a.square().transpose(0, 1)  # (G, n, I)
+        weights = (squares @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
+        return (g * weights.sqrt().unsqueeze(1)).flatten(2)
+
+    def covariance(self, block: Block, prior: float) -> Tensor:
+        return inner_products(self._root(block, prior))
+
+    def variance(self, block: Block, prior: float) -> Tensor:
+        return self._root(block, prior).square().sum(2)
+
+    def sample(self, noise: Tensor, prior: float) -> Tensor:
+        # The root of a symmetric matrix, so that draws do not depend on the order of eigenvectors.
+        return self._transformed(noise, (self._products + prior).rsqrt())
+
+    def eigenvalues(self) -> Tensor:
+        return self._products.flatten()
+
+    def scaled(self, factor: float) -> "KroneckerPart":
+        return replace(self, output_values=self.output_values * factor)

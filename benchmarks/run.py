@@ -175,7 +175,7 @@ def report(
         "far as its result lives on.",
         "- Peers run at about the fastest batch size that `sweep_batch_sizes.py` found. Jacobians by jacrev of a batch "
         "(laplace-torch's default, asdl, the paper's code) cost an input the more the larger the batch: what a user "
-        "with batches of 25 or more pays is over thirty times what stands here.",
+        "with batches of 25 pays was about thirty times the cost at one input, where it was tried.",
         "- `authors` is a re-write of the way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
         "- A case that would take over two minutes is measured on fewer inputs and marked as extrapolated.",
         "- A case that fails stands in the table with its error. Where a peer does not fail, its curvature need "

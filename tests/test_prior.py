@@ -545,3 +545,16 @@ def test_the_best_prior_is_that_of_laplace_torch(kind):
     assert la.prior_precision == pytest.approx(float(held["best_prior"]), rel=1e-5)  # its function, by golden sections
     assert la.prior_precision == pytest.approx(float(held["adam_prior"]), rel=0.01)  # its own optimiser
     assert float(la.log_marginal_likelihood()) >= float(held["best_log_marglik"]) - 1e-9
+
+
+def test_a_tuned_noise_survives_an_update():
+    la, inputs, targets = fitted("regression")
+    la.optimize_prior_precision("marglik", tune_noise=True)
+    tuned = la.noise_std
+    assert la.update(loader(inputs + 1, targets)).noise_std == tuned
+
+
+def test_validation_data_do_not_tune_the_noise():
+    la, inputs, targets = fitted("regression")
+    with pytest.raises(ValueError, match="tune_noise"):
+        la.optimize_prior_precision("validation", val_loader=loader(inputs, targets), tune_noise=True)

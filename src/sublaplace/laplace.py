@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sublaplace import serialization
 from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_positive, checked_prior
 from sublaplace.curvature import CurvatureStream, reduced_ggn
-from sublaplace.data import Reservoir, batches, checked_loader, input_batches, join
+from sublaplace.data import Reservoir, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
 from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
@@ -24,7 +24,7 @@ from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.predictive import LINKS, Prediction, probabilities
-from sublaplace.prior import Evidence
+from sublaplace.prior import Evidence, best_prior_on, evidence_of
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import Survey, survey_of
@@ -170,12 +170,8 @@ class SubspaceLaplace:
         return context, evidence.best_prior(self._noise_of(survey))
 
     def _evidence(self, posterior: Posterior, survey: Survey) -> Evidence:
-        return Evidence(
-            survey.log_likelihood,
-            posterior.curvature_eigenvalues() / survey.likelihood.curvature_scale,
-            float(self._layout.flat(self.model).double().square().sum()),
-            isinstance(survey.likelihood, Gaussian),
-        )
+        squared_norm = float(self._layout.flat(self.model).double().square().sum())
+        return evidence_of(posterior, survey, squared_norm)
 
     @staticmethod
     def _noise_of(survey: Survey) -> float:
@@ -344,7 +340,8 @@ class SubspaceLaplace:
     ) -> Tensor:
         """The evidence ln p(D|θ̂) − ½λ‖θ̂‖² + ½ Σ ln(λ/(λ + γ)) at these (or the fitted) λ and σ, differentiable in both.
 
-        γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³).
+        γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³). A likelihood
+        without noise does not depend on σ.
         """
         posterior, survey = self._fitted()
         self._usable_linearization()
@@ -371,42 +368,18 @@ class SubspaceLaplace:
         elif method == "validation":
             if val_loader is None:
                 raise ValueError("method='validation' needs val_loader, a loader of (inputs, targets) batches.")
-            prior = self._best_on(checked_loader(val_loader))
+            if tune_noise:
+                raise ValueError("tune_noise=True goes with method='marglik'; validation data tune λ alone.")
+            linearization = self._usable_linearization()
+            with linearization.borrowed():
+                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization)
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
         if isinstance(survey.likelihood, Gaussian) and tune_noise:
-            survey = survey.with_noise(noise)
+            survey = replace(survey.with_noise(noise), estimates_noise=False)
             posterior = posterior.with_scale(survey.likelihood.curvature_scale)
         self._posterior, self._survey = posterior.with_prior(prior), survey
         return self
-
-    def _best_on(self, loader: Iterable[Any]) -> float:
-        """The λ of the smallest NLL: a pass on a coarse grid of factors of ten, one on a fine grid around the best."""
-        coarse = [10.0**k for k in range(-4, 8)]
-        best = min(zip(self._nll(coarse, loader), coarse, strict=True))[1]
-        fine = [best * 10 ** (k / 10) for k in range(-10, 11)]
-        return min(zip(self._nll(fine, loader), fine, strict=True))[1]
-
-    def _nll(self, priors: list[float], loader: Iterable[Any]) -> list[float]:
-        """The mean negative log predictive density for each λ, in one pass over the data."""
-        posterior, survey = self._fitted()
-        linearization = self._usable_linearization()
-        totals, count = [0.0] * len(priors), 0
-        candidates = [posterior.with_prior(prior) for prior in priors]
-        with linearization.borrowed():
-            for inputs, targets in batches(loader):
-                start = 0
-                for jacobian in linearization.chunks(linearization.to_device(inputs)):
-                    part = targets[start : start + jacobian.num_inputs].to(linearization.device)
-                    survey.likelihood.check_targets(jacobian.outputs, part)
-                    for k, candidate in enumerate(candidates):
-                        covariance = candidate.covariance(jacobian)
-                        totals[k] -= float(survey.likelihood.log_predictive(jacobian.outputs, covariance, part).sum())
-                    start += jacobian.num_inputs
-                count += start
-        if not count:
-            raise ValueError("The validation loader is empty.")
-        return [total / count for total in totals]
 
     def sample(self, count: int) -> Tensor:
         """Draws of the parameters, (count, p), in `named_parameters()` order; the same for the same seed."""
@@ -560,7 +533,9 @@ class SubspaceLaplace:
     def _subspace(self) -> SubspacePosterior:
         posterior, _ = self._fitted()
         if not isinstance(posterior, SubspacePosterior):
-            raise ValueError("projector='full' has no subspace: no projection, leading dimensions or truncation.")
+            raise ValueError(
+                "projector='full' has no subspace: no projection, leading dimensions, truncation or update."
+            )
         return posterior
 
     def _usable_linearization(self) -> Linearization:

@@ -224,8 +224,7 @@ class SubspaceLaplace:
     # Predicting -------------------------------------------------------------------------------------------------------
 
     def __call__(self, x: Any, link: str = "probit") -> Tensor | tuple[Tensor, Tensor]:
-        """Classification: probabilities (n, C). Regression: outputs (n, C) and their covariance (n, C, C) without
-        σ²."""
+        """Classification: probabilities (n, C). Regression: outputs (n, C), covariance without σ² (n, C, C)."""
         prediction = self.predict(x, link)
         if prediction.probabilities is not None:
             return prediction.probabilities

@@ -195,8 +195,7 @@ def significant(cotangents: Tensor, tolerance: float) -> Tensor:
     """How many leading cotangents of each input matter: (n,).
 
     The shortest ones are dropped, over all inputs together, as long as they make up no more than `tolerance` of the
-    total
-    squared length, which is the trace of the output Hessians. tolerance = 0 keeps all.
+    total squared length, which is the trace of the output Hessians. tolerance = 0 keeps all.
     """
     n, K = cotangents.shape[:2]
     lengths = cotangents.double().square().sum(2).flatten()

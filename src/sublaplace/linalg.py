@@ -52,9 +52,8 @@ def orthonormalised(vectors: Vectors) -> Vectors:
     """An orthonormal basis (rows) whose every leading part spans what the leading vectors span.
 
     Cholesky QR, three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that it
-    cannot
-    break down. Works on vectors held by parameter, in place of a copying QR of a p × s matrix. Vectors are scaled
-    to length one first. Cost: 3·p·s² and no second p × s matrix.
+    cannot break down. Works on vectors held by parameter, in place of a copying QR of a p × s matrix. Vectors are
+    scaled to length one first. Cost: 3·p·s² and no second p × s matrix.
     """
     basis = dict(vectors)
     lengths = gram_diagonal(basis).sqrt()

@@ -111,8 +111,7 @@ class KroneckerPart:
     r"""GGN ≈ G ⊗ A in eigenbases: eigenvalue (o, i) is the product of both factors' eigenvalues, λ is added exactly.
 
     One block a group of a grouped convolution. `input_vectors` is None where A is diagonal (embeddings).
-    `transposed`: the
-    parameter is stored as (I, O).
+    `transposed`: the parameter is stored as (I, O).
     """
 
     input_values: Tensor  # (G, I)

@@ -44,9 +44,8 @@ class Posterior(Protocol):
 class SubspacePosterior:
     r"""μ ~ N(0, (PᵀΛP)⁻¹) with PᵀΛP = scale · PᵀGGN P + λ PᵀP (Lemma 1): everything about it is s × s and float64.
 
-    One Cholesky factor L of PᵀΛP serves every leading dimension: with W = L⁻¹ (J P)ᵀ, Σ_{P_s} = W[:s]ᵀ W[:s]. Another
-    λ or
-    noise costs s³/3 and no pass over data.
+    One Cholesky factor L of PᵀΛP serves every leading dimension: with W = L⁻¹ (J P)ᵀ, Σ_{P_s} = W[:s]ᵀ W[:s].
+    Another λ or noise costs s³/3 and no pass over data.
     """
 
     projection: Projection

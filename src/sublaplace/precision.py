@@ -1,10 +1,9 @@
 r"""Posterior precisions Λ = GGN + λI in the forms that can be inverted.
 
 `BlockPrecision` is block-diagonal over the parameters, each block diagonal, Kronecker-factored or dense; the
-isotropic, the
-diagonal and the KFAC approximation are of this form. `DensePrecision` and `DualPrecision` are exact: the p × p matrix,
-or the N·C × p rows V of Λ = VᵀV + λI where those are fewer. All give the covariance of outputs, J Λ⁻¹ Jᵀ, and
-Λ⁻¹ times vectors of parameter space.
+isotropic, the diagonal and the KFAC approximation are of this form. `DensePrecision` and `DualPrecision` are exact: the
+p × p matrix, or the N·C × p rows V of Λ = VᵀV + λI where those are fewer. All give the covariance of outputs, J Λ⁻¹ Jᵀ,
+and Λ⁻¹ times vectors of parameter space.
 """
 
 from collections.abc import Callable

@@ -22,10 +22,9 @@ class CurvatureStream:
     """The rows R_iᵀ J_i of all training inputs, chunk by chunk; each iteration is one pass over the data.
 
     Directions of the output Hessians that together make up less than `tolerance` of their trace are dropped: for a
-    trained
-    classifier most of them, and with each goes a backward pass. Inputs with equally many directions are put together
-    in a buffer of about 2,000, so that little is wasted on padding; an extra forward pass finds their number.
-    `every_input` keeps inputs without any direction (KFAC's input factors need them), as Jacobians with K = 0.
+    trained classifier most of them, and with each goes a backward pass. Inputs with equally many directions are put
+    together in a buffer of about 2,000, so that little is wasted on padding; an extra forward pass finds their
+    number. `every_input` keeps inputs without any direction (KFAC's input factors need them), with K = 0.
     """
 
     linearization: Linearization

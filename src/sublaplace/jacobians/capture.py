@@ -72,9 +72,8 @@ class Capture(TorchFunctionMode):
     """Records every structured use of the given parameters during one forward pass.
 
     expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a
-    batch
-    dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the calls'
-    outputs, for probing.
+    batch dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the
+    calls' outputs, for probing.
     """
 
     parameters: Mapping[int, str]  # id of a parameter → its name

@@ -13,11 +13,10 @@ from sublaplace.projection import Basis
 def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     r"""P = Ψ Jᵀ U_s with U_s the s dominant eigenvectors of M = J Ψ Jᵀ, over the inputs X′ (Theorem 1, Algorithm 1).
 
-    With the exact Ψ = Λ⁻¹ and X′ the inputs to be predicted, no other subspace of this dimension comes closer to the
-    full
-    covariance; with KFAC or a diagonal in place of Λ and training inputs it is the paper's practical choice.
-    Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and then
-    orthonormalised; every leading span is kept.
+    With the exact Ψ = Λ⁻¹ and X′ the inputs to be predicted, no other subspace of this dimension comes closer to
+    the full covariance; with KFAC or a diagonal in place of Λ and training inputs it is the paper's practical
+    choice. Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and
+    then orthonormalised; every leading span is kept.
 
     Cost: two passes over X′ with C backward passes an input, (nC)²·p for M, (nC)³ for its eigenvectors,
     nC·p·s for P; memory (nC)² + p·s.

@@ -25,10 +25,9 @@ def swag_variances(
 ) -> Tensor:
     """The variance of every parameter over `snapshots` epochs of SGD from θ̂, (p,) in float64 (Maddox et al. 2019).
 
-    SGD with momentum .9 and weight decay 3e-4 on the usual training loss, one snapshot an epoch. Runs on a
-    copy
-    of the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched.
-    Cost: `snapshots` epochs of training; memory: a copy of the model and 2p numbers.
+    SGD with momentum .9 and weight decay 3e-4 on the usual training loss, one snapshot an epoch. Runs on a copy of
+    the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched. Cost:
+    `snapshots` epochs of training; memory: a copy of the model and 2p numbers.
     """
     model = copy.deepcopy(linearization.model).eval()
     layout: ParameterLayout = linearization.layout

@@ -64,8 +64,6 @@ def input_batches(inputs: Any) -> Iterator[Any]:
 
 def join(batches: list[Any]) -> Any:
     """Batches of inputs as one; they must agree in all but their length."""
-    if not any(num_inputs(batch) for batch in batches):
-        raise ValueError("There are no inputs: they are empty.")
     if len(batches) == 1:
         return batches[0]
     try:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -19,7 +19,7 @@ from sublaplace.curvature import CurvatureStream, reduced_ggn
 from sublaplace.data import Reservoir, checked_loader, input_batches, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood, Residuals
+from sublaplace.likelihoods import Gaussian, Likelihood
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
@@ -421,21 +421,11 @@ class SubspaceLaplace:
         """Writes the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
         posterior, survey = self._fitted()
         self._usable_linearization()
-        if not isinstance(survey.likelihood, Gaussian | Categorical):
-            raise TypeError("Only posteriors with a Gaussian or Categorical likelihood can be saved.")
         tensors, numbers = serialization.posterior_tensors(posterior)
         description = {
             "posterior": numbers,
             "model": serialization.model_fingerprint(self.model),
-            "survey": {
-                "num_data": survey.num_data,
-                "num_outputs": survey.num_outputs,
-                "noise_std": self.noise_std,
-                "estimates_noise": survey.estimates_noise,
-                "residuals": asdict(survey.residuals),
-                "fixed_log_likelihood": survey.fixed_log_likelihood,
-            },
-            "likelihood": survey.likelihood.kind,
+            "survey": serialization.survey_numbers(survey),
             "projector": self.projector if isinstance(self.projector, str) else None,
             "dim": self.requested_dim,
             "seed": self.seed,
@@ -460,12 +450,10 @@ class SubspaceLaplace:
         tensors, description = serialization.read(path, device)
         try:
             serialization.require_same_model(description["model"], model)
-            numbers = description["survey"]
-            gaussian = description["likelihood"] == "regression"
-            likelihood = Gaussian(numbers["noise_std"]) if gaussian else Categorical()
+            survey = serialization.survey_from(description["survey"])
             la = cls(
                 model,
-                likelihood,
+                survey.likelihood,
                 projector=description["projector"] or "lowrank-kfac",
                 dim=description["dim"],
                 prior_precision=description["posterior"]["prior_precision"],
@@ -474,14 +462,7 @@ class SubspaceLaplace:
                 memory_budget=memory_budget,
                 direction_tolerance=description["direction_tolerance"],
             )
-            la._survey = Survey(
-                numbers["num_data"],
-                numbers["num_outputs"],
-                likelihood,
-                numbers["estimates_noise"],
-                Residuals(**numbers["residuals"]),
-                numbers["fixed_log_likelihood"],
-            )
+            la._survey = survey
             la._posterior = serialization.posterior_from(tensors, description["posterior"], layout, dtype)
         except (KeyError, TypeError) as error:
             raise serialization.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error

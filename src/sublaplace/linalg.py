@@ -32,14 +32,14 @@ def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple
     return values[:keep], vectors[:, :keep]
 
 
-def gram(vectors: Vectors, others: Vectors | None = None) -> Tensor:
-    """V Vᵀ (or V Wᵀ) of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²."""
-    others = vectors if others is None else others
+def gram(vectors: Vectors) -> Tensor:
+    """V Vᵀ of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²."""
     total: Tensor | None = None
-    for name, part in vectors.items():
+    for part in vectors.values():
         # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
-        for piece, other in zip(part.split(_PIECE, dim=1), others[name].split(_PIECE, dim=1), strict=True):
-            product = piece.double() @ other.double().T
+        for piece in part.split(_PIECE, dim=1):
+            exact = piece.double()
+            product = exact @ exact.T
             total = product if total is None else total + product
     assert total is not None
     return total

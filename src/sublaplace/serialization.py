@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sublaplace.likelihoods import Categorical, Gaussian, Residuals
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.precision import DensePrecision, DualPrecision
 from sublaplace.projection import Basis, Subset
+from sublaplace.survey import Survey
 
 SCHEMA = 1
 _EMPTY = "0" * 64
@@ -135,6 +138,34 @@ def posterior_from(
     else:
         projection = Basis(layout, {name: tensors[f"basis.{name}"] for name in layout.names})
     return SubspacePosterior(projection, tensors["curvature"], tensors["gram"], scale, prior)
+
+
+def survey_numbers(survey: Survey) -> dict[str, Any]:
+    """A survey as numbers."""
+    likelihood = survey.likelihood
+    if not isinstance(likelihood, Gaussian | Categorical):
+        raise TypeError("Only posteriors with a Gaussian or Categorical likelihood can be saved.")
+    return {
+        "num_data": survey.num_data,
+        "num_outputs": survey.num_outputs,
+        "noise_std": likelihood.noise_std if isinstance(likelihood, Gaussian) else None,
+        "estimates_noise": survey.estimates_noise,
+        "residuals": asdict(survey.residuals),
+        "fixed_log_likelihood": survey.fixed_log_likelihood,
+    }
+
+
+def survey_from(numbers: dict[str, Any]) -> Survey:
+    """The inverse of `survey_numbers`."""
+    noise = numbers["noise_std"]
+    return Survey(
+        numbers["num_data"],
+        numbers["num_outputs"],
+        Categorical() if noise is None else Gaussian(noise),
+        numbers["estimates_noise"],
+        Residuals(**numbers["residuals"]),
+        numbers["fixed_log_likelihood"],
+    )
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:

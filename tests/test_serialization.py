@@ -120,3 +120,15 @@ def test_the_summary_tells_what_was_fitted():
     text = la.summary()
     for part in ("s=4", "λ=0.7", "N            8", "cell.weight_ih_l0: lstm", "reduced posterior", "backward passes"):
         assert part in text
+
+
+def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_to_know_it(tmp_path):
+    la, model, inputs = fitted()
+    own = SubspaceLaplace(model, "classification", projector=lambda context: la._posterior.projection)
+    batches = loader(inputs, labels(model, inputs))
+    own.fit(batches).save(tmp_path / "la.safetensors")
+    loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
+    assert torch.equal(loaded(inputs), own(inputs))
+    assert "custom" in repr(loaded)
+    with pytest.raises(RuntimeError, match="was a function"):
+        loaded.fit(batches)

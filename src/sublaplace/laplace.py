@@ -25,6 +25,7 @@ from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.predictive import LINKS, Prediction, probabilities
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
+from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import Survey, survey_of
@@ -454,7 +455,7 @@ class SubspaceLaplace:
             la = cls(
                 model,
                 survey.likelihood,
-                projector=description["projector"] or "lowrank-kfac",
+                projector=description["projector"] or custom,
                 dim=description["dim"],
                 prior_precision=description["posterior"]["prior_precision"],
                 seed=description["seed"],
@@ -542,6 +543,11 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[stage] = time.perf_counter() - start
+
+
+def custom(context: ProjectorContext) -> Projection:
+    """Stands for the function that built the subspace of a loaded posterior; functions are not saved."""
+    raise RuntimeError("This posterior was loaded, and its projector was a function: make a new one to fit again.")
 
 
 def _checked_projector(projector: Any) -> str | Projector:

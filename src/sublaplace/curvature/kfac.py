@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock
+from sublaplace.jacobians.jacobian import non_finite_jacobian
 from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.precision import BlockPrecision
 
@@ -55,12 +56,11 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     layout = stream.linearization.layout
     kronecker: dict[str, _KroneckerSums] = {}
     dense: dict[str, Tensor] = {}
-    for jacobian in stream.jacobians("KFAC", every_input=True):
+    for jacobian in stream.jacobians("KFAC", every_input=True, row_by_row=True):
         moments: dict[tuple[object, ...], Tensor] = {}
         for name, block in jacobian.blocks.items():
             if isinstance(block, OuterBlock | EmbeddingBlock) and name not in dense:
-                _add_kronecker(kronecker, name, block, moments, reduce)
-                jacobian.require_finite(kronecker[name].gradients)
+                _add_kronecker(kronecker, name, block, jacobian.repeats_inputs, moments, reduce)
             elif name in kronecker:
                 raise ValueError(
                     f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
@@ -68,8 +68,10 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
                 )
             else:
                 _add_dense(dense, name, block)
-                jacobian.require_finite(dense[name])
     parts: dict[str, Part] = {}
+    for name, sums in (*((name, held.gradients) for name, held in kronecker.items()), *dense.items()):
+        if not torch.isfinite(sums).all():
+            raise ValueError(non_finite_jacobian(name))
     for name, size in layout.sizes.items():
         if name in kronecker:
             parts[name] = kronecker[name].part(dtype)
@@ -85,24 +87,25 @@ def _add_kronecker(
     sums: dict[str, _KroneckerSums],
     name: str,
     block: OuterBlock | EmbeddingBlock,
+    repeats_inputs: bool,
     moments: dict[tuple[object, ...], Tensor],
     reduce: bool,
 ) -> None:
     if reduce and isinstance(block, OuterBlock):
         block = block.reduced()
-    inputs = block.input_moment().double()
     # A weight and its bias share their gradients, so their second moment is formed once.
     key = block.gradient_key
     if key not in moments or reduce:
-        moments[key] = block.gradient_moment().double()
-    gradients = moments[key]
+        moments[key] = block.gradient_moment()
     if name not in sums:
         transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
-        sums[name] = _KroneckerSums(inputs, gradients, block.num_positions, transposed)
-    else:
-        held = sums[name]
-        held.inputs = held.inputs + inputs
-        held.gradients = held.gradients + gradients
+        inputs, gradients = block.input_moment().double(), moments[key].double()
+        sums[name] = _KroneckerSums(inputs, gradients.clone(), block.num_positions, transposed)
+        return
+    held = sums[name]
+    held.gradients += moments[key]
+    if not repeats_inputs:
+        held.inputs += block.input_moment()
         held.positions += block.num_positions
 
 

@@ -17,4 +17,5 @@ def reduced_ggn(stream: CurvatureStream, projection: Projection) -> Tensor:
     for jacobian in stream.jacobians("reduced posterior"):
         rows = projection.apply(jacobian).flatten(0, 1).double()
         total.addmm_(rows.T, rows)
+        del jacobian  # or it would stand in memory beside the next one
     return total

@@ -24,7 +24,8 @@ class CurvatureStream:
     Directions of the output Hessians that together make up less than `tolerance` of their trace are dropped: for a
     trained classifier most of them, and with each goes a backward pass. Inputs with equally many directions are put
     together in a buffer of about 2,000, so that little is wasted on padding; an extra forward pass finds their
-    number. `every_input` keeps inputs without any direction (KFAC's input factors need them), with K = 0.
+    number. `every_input` keeps inputs without any direction (KFAC's input factors need them), with K = 0; with
+    `row_by_row` a chunk comes as Jacobians of one row an input (see `Linearization.row_by_row`).
     """
 
     linearization: Linearization
@@ -34,14 +35,19 @@ class CurvatureStream:
     progress: bool = False
     num_data: int | None = None  # how many inputs a pass must give; None: not checked
 
-    def jacobians(self, what: str, every_input: bool = False) -> Iterator[Jacobian]:
+    def jacobians(self, what: str, every_input: bool = False, row_by_row: bool = False) -> Iterator[Jacobian]:
         inputs_of = (inputs for inputs, _ in self._batches(what))
         if self.tolerance == 0 or isinstance(self.likelihood, Gaussian):
             for inputs in inputs_of:
-                yield from self.linearization.chunks(self.linearization.to_device(inputs), self.likelihood.cotangents)
+                moved = self.linearization.to_device(inputs)
+                yield from self.linearization.chunks(moved, self.likelihood.cotangents, row_by_row)
             return
         for inputs in _buffered(inputs_of):
-            yield from self._grouped(self.linearization.to_device(inputs), every_input)
+            moved = self.linearization.to_device(inputs)
+            if self._needs_all(moved):
+                yield from self.linearization.chunks(moved, self.likelihood.cotangents, row_by_row)
+            else:
+                yield from self._grouped(moved, every_input, row_by_row)
 
     def _batches(self, what: str) -> Iterator[tuple[Any, Tensor]]:
         """The batches, counted: a loader that gives less the second time is a one-shot iterator in disguise."""
@@ -52,7 +58,12 @@ class CurvatureStream:
         if self.num_data is not None and seen != self.num_data:
             raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
 
-    def _grouped(self, inputs: Any, every_input: bool) -> Iterator[Jacobian]:
+    def _needs_all(self, inputs: Any) -> bool:
+        """Whether the first inputs need all of their directions; counting those of the others is then wasted."""
+        cotangents = self.likelihood.cotangents(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
+        return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
+
+    def _grouped(self, inputs: Any, every_input: bool, row_by_row: bool) -> Iterator[Jacobian]:
         """The Jacobians of a buffer, inputs ordered by how many directions they need."""
         cotangents = self.likelihood.cotangents(self._outputs(inputs))
         counts = significant(cotangents, self.tolerance)
@@ -61,11 +72,11 @@ class CurvatureStream:
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            stop = min(stop, start + self.linearization.chunk_size(inputs, max(1, int(counts[stop - 1]))))
+            stop = min(stop, start + self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row))
             rows = int(counts[stop - 1])
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
             kept = cotangents[order[start:stop], :rows] * needed[:, :, None]
-            yield self.linearization.jacobian(select(inputs, order[start:stop]), kept)
+            yield from self.linearization.chunks(select(inputs, order[start:stop]), kept, row_by_row)
             start = stop
 
     def _outputs(self, inputs: Any) -> Tensor:

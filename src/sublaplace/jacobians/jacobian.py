@@ -21,6 +21,7 @@ class Jacobian:
     blocks: dict[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
+    repeats_inputs: bool = False  # whether an earlier Jacobian has other rows of the same inputs
 
     @property
     def num_inputs(self) -> int:

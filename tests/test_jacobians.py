@@ -133,7 +133,7 @@ def test_products_with_rows_that_are_not_finite_name_the_parameter(product):
     inputs = torch.randn(5, 3, dtype=torch.float64)
     inputs[4] = 0  # behind those that are probed
     jacobian = Linearization(NotDifferentiable().double()).jacobian(inputs)
-    with pytest.raises(ValueError, match="'first.weight' holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"'first\.weight' holds NaN or infinity"):
         product(jacobian)
 
 

@@ -10,6 +10,7 @@ order depends on T, on the number K of rows an input, and on the number of vecto
 cheaper one. Shapes: n inputs, K rows an input, G groups, I inputs and O outputs of the map, T positions, r vectors.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -142,7 +143,7 @@ class OuterBlock:
         """g of all uses side by side, copied together: (n, K, G, O, T)."""
         if not self.num_rows:
             shape = (self.num_inputs, 0, self.groups, self.fan_out, self.positions)
-            return self.inputs.new_zeros(shape)
+            return self.uses[0].inputs.new_zeros(shape)
         stacked = [torch.stack(use.gradients, dim=1) for use in self.uses]
         return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=4)
 
@@ -154,7 +155,7 @@ class OuterBlock:
         if self.positions == 1:
             return self.gradients * self.inputs.unsqueeze(1).transpose(-1, -2)
         if not self.num_rows:
-            return self.inputs.new_zeros(self.num_inputs, 0, self.groups, self.fan_out, self.fan_in)
+            return self.uses[0].inputs.new_zeros(self.num_inputs, 0, self.groups, self.fan_out, self.fan_in)
         n, K, G, O, I = self.num_inputs, self.num_rows, self.groups, self.fan_out, self.fan_in
         if I < O and I < 32:
             # Bound by reading g, which is done where it lies; the transposed product is twice as fast.
@@ -171,7 +172,7 @@ class OuterBlock:
 
     def _transposed_map(self, k: int) -> Tensor:
         """Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
-        return _total([use.transposed_map(k) for use in self.uses])
+        return _total(use.transposed_map(k) for use in self.uses)
 
     def _stored(self, matrices: Tensor) -> Tensor:
         """(…, O, I) in the order in which the parameter is stored; its own inverse."""
@@ -214,7 +215,7 @@ class OuterBlock:
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
             # Row by row, so that the maps of one row of all inputs, which are squared at once, stay in the cache.
-            total = self.inputs.new_zeros(self.groups, self.fan_in, self.fan_out)
+            total = self.uses[0].inputs.new_zeros(self.groups, self.fan_in, self.fan_out)
             for k in range(self.num_rows):
                 total += self._transposed_map(k).square_().sum(0)
             return self._stored(total.transpose(1, 2)).reshape(-1)
@@ -262,14 +263,13 @@ class OuterBlock:
 
     def input_moment(self) -> Tensor:
         """Σ_{n,t} a aᵀ: (G, I, I)."""
-        return _total([_second_moment(use.inputs) for use in self.uses])
+        return _total(_second_moment(use.inputs) for use in self.uses)
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (G, O, O)."""
-        moments = [_second_moment(g) for use in self.uses for g in use.gradients]
-        if not moments:
-            return self.inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
-        return _total(moments)
+        if not self.num_rows:
+            return self.uses[0].inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
+        return _total(_second_moment(g) for use in self.uses for g in use.gradients)
 
     @property
     def gradient_key(self) -> tuple[object, ...]:
@@ -286,8 +286,13 @@ class OuterBlock:
         return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
 
 
-def _total(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(0)
+def _total(fresh: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors that nobody else holds, in the memory of the first."""
+    tensors = iter(fresh)
+    total = next(tensors)
+    for tensor in tensors:
+        total += tensor
+    return total
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -107,7 +107,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     la, model, inputs = fitted()
     path = tmp_path / "la.safetensors"
     la.save(path)
-    monkeypatch.setattr("sublaplace.serialization._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("sublaplace.checked_file._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         la.with_prior(9.0).save(path)
     monkeypatch.undo()

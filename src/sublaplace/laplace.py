@@ -4,7 +4,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
@@ -13,22 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sublaplace import serialization
-from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_positive, checked_prior
+from sublaplace import checked_file, serialization
+from sublaplace.arguments import (
+    checked_count,
+    checked_dim,
+    checked_likelihood,
+    checked_noise,
+    checked_positive,
+    checked_prior,
+)
+from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.curvature import CurvatureStream, reduced_ggn
-from sublaplace.data import Reservoir, checked_loader, input_batches, join
+from sublaplace.data import Reservoir, checked_loader, input_batches, inputs_at, join
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
-from sublaplace.likelihoods import Gaussian, Likelihood
+from sublaplace.likelihoods import Gaussian, Likelihood, Noise
 from sublaplace.memory import default_budget, readable, require
 from sublaplace.parameters import ParameterLayout
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.predictive import LINKS, Prediction, probabilities
+from sublaplace.predictive import LINKS, Prediction
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
 from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
-from sublaplace.survey import Survey, survey_of
+from sublaplace.survey import NoiseEstimate, Survey, survey_of
 
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
 
@@ -38,12 +46,14 @@ class SubspaceLaplace:
 
     Args:
         model: any module that maps a batch to (n, C); trained; left as it is.
-        likelihood: "classification", "regression" or a likelihood object.
+        likelihood: "classification", "regression", "binary" (also "multi-label": yes/no outputs) or a likelihood
+            object, such as ``Categorical(ignore_index=-100)``.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`.
         dim: s, the dimension of the subspace ("full" and "last-layer" have their own).
         prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "marglik": the λ that maximises the evidence of the KFAC
             approximation, found before P is built.
-        noise_std: σ of regression; None: the standard deviation of the training residuals. Alias `sigma_noise`.
+        noise_std: σ of regression, one number or one for each output; None: the standard deviation of the training
+            residuals, pooled over the outputs; "per-output": that of each output. Alias `sigma_noise`.
         subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
             training data.
         num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
@@ -62,13 +72,13 @@ class SubspaceLaplace:
         projector: str | Projector = "lowrank-kfac",
         dim: int = 100,
         prior_precision: float | str = 1.0,
-        noise_std: float | None = None,
+        noise_std: float | Sequence[float] | Tensor | str | None = None,
         subspace_inputs: Any = None,
         num_subspace_inputs: int | None = None,
         memory_budget: int | None = None,
         seed: int = 0,
         *,
-        sigma_noise: float | None = None,
+        sigma_noise: float | Sequence[float] | Tensor | str | None = None,
         forward: Callable[[nn.Module, Any], Tensor] | None = None,
         direction_tolerance: float | None = None,
     ) -> None:
@@ -81,9 +91,12 @@ class SubspaceLaplace:
         self.requested_dim = checked_dim(dim)
         # None: λ is tuned when fitting.
         self._prior_precision = None if prior_precision == "marglik" else checked_prior(prior_precision)
-        self._noise_std = noise_std if noise_std is not None else sigma_noise
-        self._likelihood = checked_likelihood(likelihood, self._noise_std)
-        self._estimates_noise = likelihood == "regression" and self._noise_std is None
+        given_noise = noise_std if noise_std is not None else sigma_noise
+        self._noise_std = checked_noise(given_noise)
+        self._likelihood = checked_likelihood(likelihood, given_noise)
+        self._estimated_noise: NoiseEstimate | None = None
+        if isinstance(likelihood, str) and likelihood == "regression" and self._noise_std is None:
+            self._estimated_noise = "pooled" if given_noise is None else "per-output"
         self._subspace_inputs = subspace_inputs
         self._num_subspace_inputs = (
             None if num_subspace_inputs is None else checked_count(num_subspace_inputs, "num_subspace_inputs")
@@ -101,20 +114,34 @@ class SubspaceLaplace:
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 
-    def fit(self, train_loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        progress: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> "SubspaceLaplace":
         """Builds P and the reduced posterior from a re-iterable of (inputs, targets) batches; returns self.
 
+        A batch may hold sample weights as well, (inputs, targets, weights): weight 2 counts like the input given twice.
         Streams the data a few times: once to look at it, once or twice for the curvature. If anything fails, the model
         and this object are as before.
+
+        checkpoint: a folder where the work done so far is put aside every few seconds; a killed fit called again with
+        it goes on from there, and ends with the same result. It needs a loader that does not shuffle, and is removed
+        when the fit is done.
         """
         loader = checked_loader(train_loader)
         seconds: dict[str, float] = {}
         linearization = self._new_linearization()
         with linearization.borrowed():
+            kept = None if checkpoint is None else self._checkpoint(checkpoint, loader, linearization)
             with _timed(seconds, "survey"):
-                survey, subspace_inputs = self._look_at(loader, linearization, progress)
+                survey, subspace_inputs, fingerprint = self._look_at(loader, linearization, kept, progress)
+            stream = replace(
+                self._stream(loader, linearization, survey, progress), checkpoint=kept, fingerprint=fingerprint
+            )
             context = ProjectorContext(
-                stream=self._stream(loader, linearization, survey, progress),
+                stream=stream,
                 subspace_jacobians=Jacobians(linearization, subspace_inputs),
                 num_data=survey.num_data,
                 num_outputs=survey.num_outputs,
@@ -131,7 +158,30 @@ class SubspaceLaplace:
         self._posterior, self._linearization, self._survey = posterior, linearization, survey
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         self._seconds = seconds
+        if kept is not None:
+            kept.remove()
         return self
+
+    def _checkpoint(
+        self, folder: str | os.PathLike[str], loader: Iterable[Any], linearization: Linearization
+    ) -> Checkpoint:
+        """The checkpoint of this fit, and the memory budget that it was begun with, which decides the order of sums."""
+        require_fixed_order(loader)
+        identity = {
+            "model": serialization.model_fingerprint(self.model),
+            "likelihood": serialization.likelihood_numbers(self._likelihood),
+            "estimated noise": self._estimated_noise,
+            "projector": self._projector_name,
+            "dim": self.requested_dim,
+            "prior_precision": self._prior_precision,
+            "num_subspace_inputs": self._num_subspace_inputs,
+            "seed": self.seed,
+            "direction_tolerance": self._tolerance,
+            "memory_budget": linearization.memory_budget,
+        }
+        checkpoint = Checkpoint(folder, identity, linearization.device)
+        linearization.memory_budget = checkpoint.identity["memory_budget"]
+        return checkpoint
 
     def _new_linearization(self) -> Linearization:
         linearization = Linearization(self.model, self._forward)
@@ -142,18 +192,29 @@ class SubspaceLaplace:
         if self.projector == "full":
             with _timed(seconds, "full posterior"):
                 return context.exact()
-        build = PROJECTORS[self.projector] if isinstance(self.projector, str) else self.projector
         with _timed(seconds, "projector"):
-            projection = build(context)
+            projection = self._projection(context)
         with _timed(seconds, "reduced posterior"):
-            curvature = reduced_ggn(context.stream, projection)
+            curvatures = reduced_ggn(context.stream, projection, resumable=True)
         return SubspacePosterior(
             projection,
-            curvature,
+            curvatures,
             projection.gram(),
-            context.stream.likelihood.curvature_scale,
+            context.stream.likelihood.curvature_scales,
             context.prior_precision,
         )
+
+    def _projection(self, context: ProjectorContext) -> Projection:
+        """P, built or taken from the checkpoint."""
+        build = PROJECTORS[self.projector] if isinstance(self.projector, str) else self.projector
+        checkpoint = context.stream.checkpoint
+        if checkpoint is None:
+            return build(context)
+        if found := checkpoint.read("projection"):
+            return serialization.projection_from(found[0], self._layout, context.linearization.dtype)
+        projection = build(context)
+        checkpoint.write("projection", serialization.projection_tensors(projection), {})
+        return projection
 
     def _stream(
         self, loader: Iterable[Any], linearization: Linearization, survey: Survey, progress: bool
@@ -168,15 +229,11 @@ class SubspaceLaplace:
         kfac = context.kfac()
         context = replace(context, known_kfac=kfac)
         evidence = self._evidence(kfac, survey)
-        return context, evidence.best_prior(self._noise_of(survey))
+        return context, evidence.best_prior(survey.noise_std)
 
     def _evidence(self, posterior: Posterior, survey: Survey) -> Evidence:
         squared_norm = float(self._layout.flat(self.model).double().square().sum())
         return evidence_of(posterior, survey, squared_norm)
-
-    @staticmethod
-    def _noise_of(survey: Survey) -> float:
-        return survey.likelihood.noise_std if isinstance(survey.likelihood, Gaussian) else 1.0
 
     def _fitting_dim(self, linearization: Linearization) -> int:
         p = self._layout.num_parameters
@@ -196,23 +253,39 @@ class SubspaceLaplace:
             )
         return dim
 
-    def _look_at(self, loader: Iterable[Any], linearization: Linearization, progress: bool) -> tuple[Survey, Any]:
-        """The survey of the training data, and X′."""
+    def _look_at(
+        self, loader: Iterable[Any], linearization: Linearization, checkpoint: Checkpoint | None, progress: bool
+    ) -> tuple[Survey, Any, str | None]:
+        """The survey of the training data, X′, and with a checkpoint the data's fingerprint."""
         given = self._subspace_inputs
-        draws = given is None and self.projector not in _NEEDS_NO_INPUTS
+        if given is not None:
+            given = linearization.to_device(self._joined(given, "subspace_inputs"))
+        data = None if checkpoint is None else fingerprint(loader)
+        if checkpoint is not None and (found := checkpoint.read("survey")):
+            numbers = found[1]
+            if [data, fingerprint_of(given)] != numbers["fingerprints"]:
+                raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
+            drawn = numbers["positions"] and linearization.to_device(inputs_at(loader, numbers["positions"]))
+            return serialization.survey_from(numbers["survey"]), drawn if given is None else given, data
 
         def reservoir_for(num_outputs: int) -> Reservoir | None:
-            if not draws:
+            if given is not None or self.projector in _NEEDS_NO_INPUTS:
                 return None
             size = self._num_subspace_inputs or max(100, ceil(2 * self.requested_dim / num_outputs))
             return Reservoir(size, self.seed)
 
         survey, reservoir = survey_of(
-            loader, linearization, self._likelihood, self._estimates_noise, reservoir_for, progress
+            loader, linearization, self._likelihood, self._estimated_noise, reservoir_for, progress
         )
-        if given is not None:
-            return survey, linearization.to_device(self._joined(given, "subspace_inputs"))
-        return survey, reservoir.inputs if reservoir else None
+        if checkpoint is not None:
+            positions = reservoir.positions if reservoir else None
+            numbers = {
+                "survey": serialization.survey_numbers(survey),
+                "positions": positions,
+                "fingerprints": [data, fingerprint_of(given)],
+            }
+            checkpoint.write("survey", {}, numbers)
+        return survey, reservoir.inputs if reservoir else given, data
 
     @staticmethod
     def _joined(x: Any, what: str) -> Any:
@@ -244,12 +317,8 @@ class SubspaceLaplace:
             for jacobian in self._jacobians(x):
                 means.append(jacobian.outputs)
                 covariances.append(posterior.covariance(jacobian))
-        mean, covariance = torch.cat(means), torch.cat(covariances)
-        if isinstance(survey.likelihood, Gaussian):
-            noise = survey.likelihood.noise_std**2 * torch.eye(survey.num_outputs).to(covariance)
-            return Prediction(mean, covariance, total=covariance + noise)
         generator = torch.Generator().manual_seed(self.seed)
-        return Prediction(mean, covariance, probabilities(mean, covariance, link, samples, generator))
+        return survey.likelihood.prediction(torch.cat(means), torch.cat(covariances), link, samples, generator)
 
     def functional_covariance(self, x: Any, joint: bool = False) -> Tensor:
         """Σ_{P,x} = J P (PᵀΛP)⁻¹ PᵀJᵀ for each input (n, C, C), or with `joint` over all of them (nC, nC)."""
@@ -316,8 +385,9 @@ class SubspaceLaplace:
         return self._posterior.prior_precision if self._posterior is not None else self._prior_precision
 
     @property
-    def noise_std(self) -> float | None:
-        """σ of regression, given or estimated; None for classification and before an estimate."""
+    def noise_std(self) -> Noise | None:
+        """σ of regression, given or estimated, one number or one for each output; None for classification and before
+        an estimate."""
         likelihood = self._survey.likelihood if self._survey else self._likelihood
         if not isinstance(likelihood, Gaussian):
             return None
@@ -346,10 +416,20 @@ class SubspaceLaplace:
         posterior, survey = self._fitted()
         self._usable_linearization()
         prior = posterior.prior_precision if prior_precision is None else prior_precision
-        noise = self._noise_of(survey) if noise_std is None else noise_std
         checked_positive(prior, "prior_precision")
-        checked_positive(noise, "noise_std")
-        return self._evidence(posterior, survey)(*(torch.as_tensor(v, dtype=torch.float64) for v in (prior, noise)))
+        noise = torch.as_tensor(survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        if noise_std is not None:
+            checked_noise(noise)
+            self._require_noise_like(posterior, survey, noise.numel())
+        return self._evidence(posterior, survey)(torch.as_tensor(prior, dtype=torch.float64), noise)
+
+    @staticmethod
+    def _require_noise_like(posterior: Posterior, survey: Survey, count: int) -> None:
+        """Whether the evidence is known at another σ of so many numbers."""
+        scales = survey.likelihood.curvature_scales
+        if count != len(scales):
+            raise ValueError(f"noise_std holds {count} numbers, but the posterior was fitted with {len(scales)}.")
+        posterior.with_scales(scales)  # refuses where the outputs were summed up
 
     def optimize_prior_precision(
         self, method: str = "marglik", val_loader: Iterable[Any] | None = None, tune_noise: bool = False
@@ -361,8 +441,10 @@ class SubspaceLaplace:
         """
         posterior, survey = self._fitted()
         self._usable_linearization()
-        noise = self._noise_of(survey)
+        noise = survey.noise_std
         if method == "marglik":
+            if tune_noise:
+                self._require_noise_like(posterior, survey, len(survey.likelihood.curvature_scales))
             evidence = self._evidence(posterior, survey)
             prior, noise = evidence.best_prior_and_noise(noise) if tune_noise else (evidence.best_prior(noise), noise)
         elif method == "validation":
@@ -376,8 +458,8 @@ class SubspaceLaplace:
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
         if isinstance(survey.likelihood, Gaussian) and tune_noise:
-            survey = replace(survey.with_noise(noise), estimates_noise=False)
-            posterior = posterior.with_scale(survey.likelihood.curvature_scale)
+            survey = replace(survey.with_noise(noise), estimated_noise=None)
+            posterior = posterior.with_scales(survey.likelihood.curvature_scales)
         self._posterior, self._survey = posterior.with_prior(prior), survey
         return self
 
@@ -410,11 +492,11 @@ class SubspaceLaplace:
         linearization = self._usable_linearization()
         loader = checked_loader(loader)
         with linearization.borrowed():
-            added, _ = survey_of(loader, linearization, survey.likelihood, False, lambda _: None, progress)
+            added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
             stream = self._stream(loader, linearization, added, progress)
-            curvature = posterior.curvature + reduced_ggn(stream, posterior.projection)
+            curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
         joined = survey.joined(added)
-        other = self._with(replace(posterior, curvature=curvature, scale=joined.likelihood.curvature_scale))
+        other = self._with(replace(posterior, curvatures=curvatures, scales=joined.likelihood.curvature_scales))
         other._survey = joined
         return other
 
@@ -432,7 +514,7 @@ class SubspaceLaplace:
             "seed": self.seed,
             "direction_tolerance": self._tolerance,
         }
-        serialization.write(path, tensors, description)
+        checked_file.write(path, tensors, description)
 
     @classmethod
     def load(
@@ -448,7 +530,7 @@ class SubspaceLaplace:
         """
         layout = ParameterLayout.of(model)
         device, dtype = layout.flat(model).device, layout.flat(model).dtype
-        tensors, description = serialization.read(path, device)
+        tensors, description = checked_file.read(path, device)
         try:
             serialization.require_same_model(description["model"], model)
             survey = serialization.survey_from(description["survey"])
@@ -466,7 +548,7 @@ class SubspaceLaplace:
             la._survey = survey
             la._posterior = serialization.posterior_from(tensors, description["posterior"], layout, dtype)
         except (KeyError, TypeError) as error:
-            raise serialization.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
+            raise checked_file.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
         la._linearization = la._new_linearization()
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
@@ -482,7 +564,7 @@ class SubspaceLaplace:
             f"  prior precision λ {posterior.prior_precision:.6g}",
         ]
         if self.noise_std is not None:
-            lines.append(f"  noise σ           {self.noise_std:.6g}{' (estimated)' if survey.estimates_noise else ''}")
+            lines.append(f"  noise σ           {self._noise_text(6)}{' (estimated)' if survey.estimated_noise else ''}")
         lines += [
             f"  data N            {survey.num_data:,} inputs, {survey.num_outputs} outputs",
             f"  memory of P       {readable(self._projection_bytes())}",
@@ -528,12 +610,19 @@ class SubspaceLaplace:
             )
         return self._linearization
 
+    @property
+    def _projector_name(self) -> str:
+        return self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
+
+    def _noise_text(self, digits: int) -> str:
+        stds = self.noise_std if isinstance(self.noise_std, tuple) else (self.noise_std,)
+        return ", ".join(f"{std:.{digits}g}" for std in stds)
+
     def __repr__(self) -> str:
-        name = self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
-        head = f"SubspaceLaplace({type(self.model).__name__}, {self._likelihood.kind}, {name}"
+        head = f"SubspaceLaplace({type(self.model).__name__}, {self._likelihood.kind}, {self._projector_name}"
         if self._posterior is None or self._survey is None:
             return f"{head}, not fitted)"
-        noise = "" if self.noise_std is None else f", σ={self.noise_std:.4g}"
+        noise = "" if self.noise_std is None else f", σ={self._noise_text(4)}"
         prior = f"λ={self._posterior.prior_precision:.4g}"
         return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{noise}, N={self._survey.num_data:,})"
 

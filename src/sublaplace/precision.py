@@ -69,9 +69,9 @@ class BlockPrecision:
             self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
         )
 
-    def with_scale(self, scale: float) -> "BlockPrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "BlockPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     def solve(self, vectors: Vectors) -> Vectors:
         return {name: part.solve(vectors[name], self.prior_precision) for name, part in self.parts.items()}
@@ -139,6 +139,16 @@ class BlockPrecision:
         )
 
 
+def single(scales: tuple[float, ...]) -> float:
+    """The only scale; an error that says why there must not be several."""
+    if len(scales) > 1:
+        raise ValueError(
+            "The curvature over all parameters is kept as one sum over the outputs, so a noise_std for each output "
+            "cannot be changed after the fit: fit again with it, or use a subspace projector."
+        )
+    return scales[0]
+
+
 def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
     """Λ = λI: no data at all."""
     parts: dict[str, Part] = {name: DiagonalPart(like.new_zeros(size)) for name, size in layout.sizes.items()}
@@ -176,9 +186,9 @@ class DensePrecision:
         """The curvature times a factor, λ as it is."""
         return replace(self, ggn=self.ggn * factor, scale=self.scale * factor)
 
-    def with_scale(self, scale: float) -> "DensePrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "DensePrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -241,9 +251,9 @@ class DualPrecision:
         """The curvature times a factor, λ as it is."""
         return replace(self, rows=self.rows * factor**0.5, scale=self.scale * factor)
 
-    def with_scale(self, scale: float) -> "DualPrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "DualPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:

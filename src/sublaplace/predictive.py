@@ -13,8 +13,8 @@ LINKS = ("probit", "mc", "bridge")
 class Prediction:
     """What is predicted for n inputs.
 
-    mean: the network's outputs f (n, C). epistemic: Σ, the model's uncertainty about them (n, C, C). probabilities: for
-    classification (n, C). total: for regression Σ + σ²I (n, C, C).
+    mean: the network's outputs f (n, C). epistemic: Σ, the model's uncertainty about them (n, C, C). probabilities: of
+    classification (n, C), for yes/no outputs that of yes. total: of regression Σ + σ² (n, C, C).
     """
 
     mean: Tensor
@@ -23,7 +23,7 @@ class Prediction:
     total: Tensor | None = None
 
 
-def probabilities(
+def mean_softmax(
     outputs: Tensor, covariance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
 ) -> Tensor:
     """E[softmax f] for f ~ N(outputs, covariance), by one of three approximations: (n, C).
@@ -40,19 +40,40 @@ def probabilities(
     raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
 
 
+def mean_sigmoid(
+    outputs: Tensor, variance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
+) -> Tensor:
+    """E[sigmoid f] for f ~ N(outputs, variance), each output on its own: (n, C); "probit" or "mc"."""
+    if link == "probit":
+        return (outputs / (1 + pi / 8 * variance).sqrt()).sigmoid()
+    if link == "mc":
+        total = torch.zeros_like(outputs)
+        for _ in range(samples):
+            total += (outputs + variance.sqrt() * standard_normal(outputs, generator)).sigmoid()
+        return total / samples
+    raise ValueError(
+        f"Yes/no outputs have no link '{link}'; choose 'probit' or 'mc'. (The mean of the Laplace bridge is "
+        "sigmoid(f) for them, whatever the variance.)"
+    )
+
+
 def probit(outputs: Tensor, variance: Tensor) -> Tensor:
     """softmax(f / √(1 + π/8 · variance)), variance (n, C)."""
     return (outputs / (1 + pi / 8 * variance).sqrt()).softmax(1)
 
 
 def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """The mean of softmax over Gaussian samples. Cost: C³ an input and n·samples·C."""
+    """The mean of softmax over Gaussian samples. Cost: C³ an input and n·samples·C²."""
     root = symmetric_root(covariance)
     total = torch.zeros_like(outputs)
     for _ in range(samples):
-        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
-        total += (outputs + (root @ noise.unsqueeze(2)).squeeze(2)).softmax(1)
+        total += (outputs + (root @ standard_normal(outputs, generator).unsqueeze(2)).squeeze(2)).softmax(1)
     return total / samples
+
+
+def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Drawn on the CPU, so that every device sees the same numbers."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class Jacobian:
     blocks: dict[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
+    weights: Tensor | None = None  # how much each input counts in sums over inputs alone: (n,); None: once
 
     @property
     def num_inputs(self) -> int:

@@ -48,15 +48,14 @@ class Checkpoint:
         if self.folder.exists() and not self.folder.is_dir():
             raise SavedFileError(f"{folder} is a file; a checkpoint is a folder. Choose another path.")
         identity = json.loads(json.dumps(identity))
-        about = self.folder / "about.json"
+        about, begun = self.folder / "about.json", self.folder / ".about.json.tmp"
         if about.exists():
             self.identity = self._same(identity, about)
-        elif self.folder.exists() and any(self.folder.iterdir()):
+        elif self.folder.exists() and any(path != begun for path in self.folder.iterdir()):
             raise SavedFileError(f"{folder} is not empty and not a checkpoint of sublaplace. Choose another path.")
         else:
             self.identity = identity
             self.folder.mkdir(parents=True, exist_ok=True)
-            begun = self.folder / ".about.json.tmp"
             begun.write_text(json.dumps(identity))
             os.replace(begun, about)
 

@@ -99,7 +99,8 @@ class _LayerSums:
     def tensors(self) -> dict[str, Tensor]:
         result = {f"dense.{name}": total for name, total in self.dense.items()}
         for name, held in self.kronecker.items():
-            result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients}
+            # A weight and its bias may hold the same tensor, which a file must not.
+            result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients.clone()}
             result[f"rest.{name}"] = torch.tensor([held.positions, held.transposed], dtype=torch.float64)
         return result
 

@@ -126,12 +126,13 @@ class Linearization:
             yield self.jacobian(select(inputs, part), chosen)
 
     def chunk_size(self, inputs: Any, rows: int | None = None) -> int:
-        """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once."""
-        if not self._plans or rows is None:
-            with self.borrowed():
-                _, _, outputs = self._captured(self.to_device(select(inputs, slice(0, 3))))
-            rows = outputs.shape[1] if rows is None else rows
-        plan = next(reversed(self._plans.values()))
+        """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once.
+
+        Found by a forward pass of three of them, so that it depends on nothing that was seen before.
+        """
+        with self.borrowed():
+            plan, _, outputs = self._captured(self.to_device(select(inputs, slice(0, 3))))
+        rows = outputs.shape[1] if rows is None else rows
         largest = max(self.layout.sizes.values())
         general = sum(self.layout.sizes[name] for name in plan.general)
         elements = rows * (plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements

@@ -29,7 +29,7 @@ from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
 from sublaplace.likelihoods import Gaussian, Likelihood, Noise
 from sublaplace.memory import default_budget, readable, require
-from sublaplace.parameters import ParameterLayout
+from sublaplace.parameters import ParameterLayout, in_working_precision
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.predictive import LINKS, Prediction
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
@@ -45,7 +45,8 @@ class SubspaceLaplace:
     """The Laplace approximation of a trained network in a subspace of its parameters.
 
     Args:
-        model: any module that maps a batch to (n, C); trained; left as it is.
+        model: any module that maps a batch to (n, C); trained; left as it is. Devices and dtypes follow it; a half
+            precision model is copied to float32, with a warning.
         likelihood: "classification", "regression", "binary" (also "multi-label": yes/no outputs) or a likelihood
             object, such as ``Categorical(ignore_index=-100)``.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`.
@@ -184,7 +185,7 @@ class SubspaceLaplace:
         return checkpoint
 
     def _new_linearization(self) -> Linearization:
-        linearization = Linearization(self.model, self._forward)
+        linearization = Linearization(in_working_precision(self.model), self._forward)
         linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
         return linearization
 
@@ -468,7 +469,7 @@ class SubspaceLaplace:
         posterior, _ = self._fitted()
         linearization = self._usable_linearization()
         drawn = posterior.sample(self._noise(count))
-        return self._layout.flat(self.model) + drawn.to(linearization.device, linearization.dtype)
+        return self._layout.flat(linearization.model) + drawn.to(linearization.device, linearization.dtype)
 
     def functional_samples(self, x: Any, count: int) -> Tensor:
         """Draws of the linearised network's outputs, (count, n, C); a draw is one function, smooth across inputs and
@@ -529,8 +530,7 @@ class SubspaceLaplace:
         No code is executed. Raises `SavedFileError` for a file that is not ours, altered or from another model.
         """
         layout = ParameterLayout.of(model)
-        device, dtype = layout.flat(model).device, layout.flat(model).dtype
-        tensors, description = checked_file.read(path, device)
+        tensors, description = checked_file.read(path, layout.flat(model).device)
         try:
             serialization.require_same_model(description["model"], model)
             survey = serialization.survey_from(description["survey"])
@@ -546,10 +546,12 @@ class SubspaceLaplace:
                 direction_tolerance=description["direction_tolerance"],
             )
             la._survey = survey
-            la._posterior = serialization.posterior_from(tensors, description["posterior"], layout, dtype)
+            la._linearization = la._new_linearization()
+            la._posterior = serialization.posterior_from(
+                tensors, description["posterior"], layout, la._linearization.dtype
+            )
         except (KeyError, TypeError) as error:
             raise checked_file.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._linearization = la._new_linearization()
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 

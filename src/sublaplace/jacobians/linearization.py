@@ -23,7 +23,7 @@ from sublaplace.jacobians.plan import (
     first_difference,
     signature,
 )
-from sublaplace.parameters import ParameterLayout, borrowed
+from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
 
 _USEFUL_CHUNK = 256 * 2**20  # bytes; larger chunks leave the caches and are not faster
 
@@ -83,7 +83,7 @@ class Linearization:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            leaf = leaf.to(self.device)
+            leaf = leaf.to(self.device, self.dtype if leaf.dtype in HALF_PRECISIONS else leaf.dtype)
             return leaf.clone() if leaf.is_inference() else leaf.detach()
 
         return tree_map(move, plain(inputs))

@@ -4,7 +4,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
@@ -313,6 +313,7 @@ class SubspaceLaplace:
         if link not in LINKS:
             raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
         posterior, survey = self._fitted()
+        self._require_room_for_covariances(x)
         means, covariances = [], []
         with self._usable_linearization().borrowed():
             for jacobian in self._jacobians(x):
@@ -326,9 +327,17 @@ class SubspaceLaplace:
         posterior, _ = self._fitted()
         linearization = self._usable_linearization()
         if not joint:
+            self._require_room_for_covariances(x)
             with linearization.borrowed():
                 return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
         inputs = linearization.to_device(self._joined(x, "x"))
+        rows = num_inputs(inputs) * self._fitted()[1].num_outputs
+        require(
+            2 * 8 * rows**2,
+            linearization.device,
+            f"A joint covariance of {rows:,} outputs",
+            "Give fewer inputs at once, or use joint=False.",
+        )
         return posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
     def functional_variance(self, x: Any) -> Tensor:
@@ -336,6 +345,18 @@ class SubspaceLaplace:
         posterior, _ = self._fitted()
         with self._usable_linearization().borrowed():
             return torch.cat([posterior.variance(jacobian) for jacobian in self._jacobians(x)])
+
+    def _require_room_for_covariances(self, x: Any) -> None:
+        """A word before (n, C, C) numbers that do not fit; for a loader, whose length is not known, there is none."""
+        if isinstance(x, Tensor | Mapping):
+            n, C = num_inputs(x), self._fitted()[1].num_outputs
+            linearization = self._usable_linearization()
+            require(
+                2 * n * C**2 * linearization.dtype.itemsize,
+                linearization.device,
+                f"An array of covariances of {C:,} outputs for {n:,} inputs",
+                "Give fewer inputs at once, or use functional_variance, which needs C numbers an input.",
+            )
 
     def trace(self, x: Any) -> Tensor:
         """Tr Σ_{P,x} over all inputs, for every leading dimension 1 … s: (s,) in float64, for the price of one."""
@@ -484,6 +505,12 @@ class SubspaceLaplace:
 
     def _noise(self, count: int) -> Callable[[int], Tensor]:
         rows = checked_count(count, "count")
+        require(
+            3 * 8 * rows * self._layout.num_parameters,
+            self._usable_linearization().device,
+            f"A set of {rows:,} draws of {self._layout.num_parameters:,} parameters",
+            "Draw fewer at once.",
+        )
         generator = torch.Generator().manual_seed(self.seed)
         return lambda width: torch.randn(rows, width, generator=generator, dtype=torch.float64)
 

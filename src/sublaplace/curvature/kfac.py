@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Block, EmbeddingBlock, Jacobian, OuterBlock
+from sublaplace.memory import require
 from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.precision import BlockPrecision
 
@@ -70,6 +71,8 @@ class _LayerSums:
         moments: dict[tuple[object, ...], Tensor],
         weights: Tensor | None,
     ) -> None:
+        if name not in self.kronecker:
+            _require_room(name, block)
         if self.reduce and isinstance(block, OuterBlock):
             block = block.reduced()
         inputs = block.input_moment(weights).double()
@@ -114,6 +117,17 @@ class _LayerSums:
                 self.kronecker[name] = _KroneckerSums(
                     tensors[f"inputs.{name}"], tensors[f"gradients.{name}"], positions, bool(transposed)
                 )
+
+
+def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
+    """A word before factors that do not fit: those of a large vocabulary, say."""
+    groups, *sides = block.factor_sides
+    require(
+        3 * 8 * groups * sum(side**2 for side in sides),
+        block.device,
+        f"The set of Kronecker factors of '{name}' (of {' and '.join(f'{side:,}' for side in sides)} rows)",
+        "Freeze this parameter (requires_grad=False), or use a projector without KFAC, such as 'lowrank-diagonal'.",
+    )
 
 
 def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool = False) -> BlockPrecision:

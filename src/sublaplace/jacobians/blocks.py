@@ -262,6 +262,15 @@ class OuterBlock:
         return total
 
     @property
+    def factor_sides(self) -> tuple[int, ...]:
+        """How many Kronecker factors there are (groups), and the sides of the square ones."""
+        return self.groups, self.fan_in, self.fan_out
+
+    @property
+    def device(self) -> torch.device:
+        return self.uses[0].inputs.device
+
+    @property
     def gradient_key(self) -> tuple[object, ...]:
         """The same for blocks with the same gradients, such as a weight and its bias."""
         return tuple(_identity(g) for use in self.uses for g in use.gradients) or (self.groups, self.fan_out)
@@ -337,6 +346,15 @@ class EmbeddingBlock:
         """The rows in another output basis: one-hot inputs are in the eigenbasis of their second moment as they are."""
         assert into_inputs is None
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
+
+    @property
+    def factor_sides(self) -> tuple[int, ...]:
+        """As in `OuterBlock`; the factor of one-hot inputs is diagonal."""
+        return 1, self.gradients.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
 
     @property
     def gradient_key(self) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import torch
 
 from sublaplace.jacobians import Jacobians
 from sublaplace.linalg import dominant_eigenvectors, orthonormalised
+from sublaplace.memory import require
 from sublaplace.precision import Precision
 from sublaplace.projection import Basis
 
@@ -21,6 +22,12 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     Cost: two passes over X′ with C backward passes an input, (nC)²·p for M, (nC)³ for its eigenvectors,
     nC·p·s for P; memory (nC)² + p·s.
     """
+    require(
+        3 * 8 * jacobians.num_rows**2,
+        jacobians.device,
+        f"The covariance of the {jacobians.num_rows:,} outputs of the subspace inputs, and its eigenvectors,",
+        "Choose a smaller num_subspace_inputs, or give fewer subspace_inputs.",
+    )
     M = precision.joint_covariance(jacobians)
     values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))
     if not len(values):

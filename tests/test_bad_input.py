@@ -765,7 +765,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkey
     call, free, words = TOO_LARGE[what]
     monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
     if what == "the covariance of the subspace inputs":
-        monkeypatch.setattr("sublaplace.laplace.require", lambda *_: None)  # the projection would be refused first
+        monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)  # the projection would be refused first
         free = 10_000
         monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
         monkeypatch.setattr("sublaplace.curvature.kfac.require", lambda *_: None)
@@ -777,7 +777,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkey
 
 def test_kronecker_factors_that_do_not_fit_are_refused_with_the_parameter(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.laplace.require", lambda *_: None)
+    monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)
     monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 300)
     with refused(model, MemoryError, "Kronecker factors of 'first.bias'", "lowrank-diagonal"):
         SubspaceLaplace(model, "classification", dim=4).fit(batches())

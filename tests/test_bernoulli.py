@@ -175,7 +175,7 @@ def test_monte_carlo_probabilities_come_to_the_integral_as_samples_grow():
     variance = covariance.diagonal(dim1=1, dim2=2)
     exact = integrated(torch.sigmoid, outputs, variance)
     spread = integrated(lambda f: f.sigmoid().square(), outputs, variance) - exact.square()
-    for samples in (100, 6400):
+    for samples in (100, 3200):
         found = predicted(outputs, covariance, "mc", samples).probabilities
         assert ((found - exact).abs() <= 5 * (spread / samples).sqrt()).all()
         assert not torch.equal(found, predicted(outputs, covariance, "mc", samples, seed=1).probabilities)
@@ -197,9 +197,9 @@ def test_yes_or_no_outputs_are_predicted_by_probit_and_samples_but_not_by_the_br
     expected = (dense_outputs(la.model, inputs) / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
     assert close(probabilities, expected, 1e-10)
     exact = integrated(torch.sigmoid, dense_outputs(la.model, inputs), variance)
-    sampled = la.predict(inputs, link="mc", samples=4000).probabilities
+    sampled = la.predict(inputs, link="mc", samples=1500).probabilities
     assert (sampled - exact).abs().max() < 0.05
-    assert torch.equal(sampled, la.predict(inputs, link="mc", samples=4000).probabilities)
+    assert torch.equal(sampled, la.predict(inputs, link="mc", samples=1500).probabilities)
     with pytest.raises(ValueError, match=r"no link 'bridge'; choose 'probit' or 'mc'"):
         la(inputs, link="bridge")
     with pytest.raises(ValueError, match=r"Unknown link 'logit'"):
@@ -258,9 +258,7 @@ def test_classification_with_a_single_output_points_to_the_binary_likelihood():
 # Curvature ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "paper-cnn", "residual-batch-norm", "embedding", "attention", "tied-weights", "lstm"]
-)
+@pytest.mark.parametrize("name", ["mlp", "residual-batch-norm", "embedding", "attention", "tied-weights"])
 def test_every_curvature_equals_brute_force(name):
     model, inputs = make(name, 5)
     source, ggn = stream(model, inputs), ggn_of(model, inputs)
@@ -287,7 +285,7 @@ def test_kfac_equals_the_formula_written_as_loops(name):
         assert close(dense_block(precision, parameter), block, 1e-10), parameter
 
 
-def confident(dtype, n=300):
+def confident(dtype, n=150):
     """A network most of whose answers are certain, and its inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 6)).to(dtype)
@@ -299,7 +297,7 @@ def confident(dtype, n=300):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_dropped_directions_change_little_and_save_passes(dtype):
     model, inputs = confident(dtype)
-    batches = loader(inputs, answers((300, 6)), size=50)
+    batches = loader(inputs, answers((150, 6)), size=50)
 
     def fit(**options):
         la = SubspaceLaplace(model, "multi-label", dim=20, **options).fit(batches)
@@ -324,7 +322,7 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "embedding", "attention", "tied-weights", "keyword-inputs"])
+@pytest.mark.parametrize("name", ["paper-cnn", "embedding", "keyword-inputs"])
 def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
     model, inputs, targets = problem(name, 8, dtype)
     _, new = make(name, 4, dtype, seed=1)
@@ -339,7 +337,7 @@ def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
 
 @pytest.mark.parametrize("projector", PROJECTORS)
 def test_every_projector_is_exact_in_its_subspace(projector):
-    la, inputs, _ = fitted("paper-cnn", 8, projector=projector)
+    la, inputs, _ = fitted(projector=projector)
     expected = subspace_covariance(dense_jacobian(la.model, inputs), la.projection, precision_matrix(la.model, inputs))
     found = la.functional_covariance(inputs, joint=True)
     assert (found - expected).abs().max() <= 1e-8 * max(float(expected.abs().max()), 1e-12)
@@ -505,8 +503,17 @@ ONE_AND_TWO = pytest.mark.parametrize("symmetric", [False, True], ids=["(0, f)",
 
 
 @ONE_AND_TWO
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "lowrank-ggn", "subset-diagonal", "full"])
+@pytest.mark.parametrize(
+    ("projector", "dtype"),
+    [
+        ("lowrank-kfac", torch.float64),
+        ("lowrank-kfac", torch.float32),
+        ("lowrank-diagonal", torch.float64),
+        ("lowrank-ggn", torch.float64),
+        ("subset-diagonal", torch.float64),
+        ("full", torch.float32),
+    ],
+)
 def test_one_output_has_the_posterior_of_two_classes(projector, dtype, symmetric):
     one, two, inputs = pair(symmetric, dtype, projector)
     assert one.dim == two.dim
@@ -537,7 +544,7 @@ def test_one_output_has_the_posterior_of_two_classes_where_directions_are_droppe
 def test_one_output_has_the_probabilities_of_two_classes_of_which_one_is_fixed():
     one, two, inputs = pair(False, torch.float64, "lowrank-kfac")
     assert close(one(inputs)[:, 0], two(inputs)[:, 1], 1e-8)
-    sampled = (la.predict(inputs, link="mc", samples=4000).probabilities[:, -1] for la in (one, two))
+    sampled = (la.predict(inputs, link="mc", samples=1500).probabilities[:, -1] for la in (one, two))
     first, second = sampled
     assert (first - second).abs().max() < 0.05
 

@@ -9,16 +9,35 @@ from torch import Tensor
 
 from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Noise
 
+AUTO = "auto"
+"""dim: the smallest that guarantees the share `captured`."""
 
-def checked_dim(dim: Any) -> int:
+
+def checked_dim(dim: Any, least: int = 1) -> int:
     if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise TypeError(f"dim must be an integer, not {dim!r}.")
+        raise TypeError(f"dim must be an integer or '{AUTO}', not {dim!r}.")
     dim = operator.index(dim)
     if dim < 0:
         raise ValueError(f"dim must not be negative, but it is {dim}.")
-    if dim == 0:
-        raise ValueError("dim=0 leaves no uncertainty at all; choose at least 1.")
+    if dim < least:
+        raise ValueError(
+            "dim=0 leaves no uncertainty at all; choose at least 1, or complement='kfac' or 'diagonal', which then is "
+            "the whole posterior."
+        )
     return int(dim)
+
+
+def checked_complement(complement: Any) -> str | None:
+    if complement not in (None, "kfac", "diagonal"):
+        raise ValueError(f"Unknown complement {complement!r}; choose 'kfac', 'diagonal' or None.")
+    return complement
+
+
+def checked_share(share: Any, name: str) -> float:
+    value = checked_positive(share, name)
+    if value >= 1:
+        raise ValueError(f"{name} is a share of the trace and must lie between 0 and 1, but it is {value}.")
+    return value
 
 
 def checked_prior(prior_precision: Any) -> float:

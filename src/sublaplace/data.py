@@ -121,6 +121,17 @@ def join(batches: list[Any]) -> Any:
         ) from error
 
 
+class Chained:
+    """Several loaders as one, which may be run through repeatedly."""
+
+    def __init__(self, loaders: tuple[Iterable[Any], ...]) -> None:
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self._loaders:
+            yield from loader
+
+
 class Reservoir:
     """A uniform draw of `size` inputs from a stream of unknown length: those with the smallest random keys.
 

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from sublaplace.predictive import Prediction, mean_sigmoid, mean_softmax, probit
+from sublaplace.predictive import (
+    Interval,
+    Prediction,
+    mean_sigmoid,
+    mean_softmax,
+    probit,
+    probit_interval,
+    sigmoid_interval,
+)
 
 Noise = float | tuple[float, ...]
 """σ of regression: one number, or one for each output."""
@@ -52,6 +60,9 @@ class Likelihood(Protocol):
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
     ) -> Prediction:
         """What is predicted for outputs of this covariance."""
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval | None:
+        """The ends of the predicted probabilities over all variances (n, C) between two; None for regression."""
 
     def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The usual loss that networks are trained with, for every input (n,); it does not depend on σ."""
@@ -126,6 +137,9 @@ class Gaussian:
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
     ) -> Prediction:
         return Prediction(outputs, covariance, total=covariance + self.variances(outputs).diag().to(covariance))
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> None:
+        return None
 
     def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().mean(1)
@@ -224,7 +238,7 @@ class Categorical:
         else:
             roots = probabilities.sqrt()
             columns = torch.diag_embed(roots) - roots[:, :, None] * probabilities[:, None, :]
-            columns = _longest_first(columns)
+            columns = longest_first(columns)
         return columns.to(outputs.dtype)
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
@@ -265,6 +279,9 @@ class Categorical:
     ) -> Prediction:
         return Prediction(outputs, covariance, mean_softmax(outputs, covariance, link, samples, generator))
 
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+        return probit_interval(outputs, lower, upper)
+
     def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -self._picked(outputs.log_softmax(1), targets)
 
@@ -273,7 +290,7 @@ class Categorical:
         counted = self.counted(targets)
         labels = targets.long() if counted is None else targets.long() * counted[:, 0]
         picked = log_probabilities.gather(1, labels[:, None]).squeeze(1)
-        return picked if counted is None else picked * counted[:, 0]
+        return picked if counted is None else picked.where(counted[:, 0], 0)
 
 
 @dataclass(frozen=True)
@@ -298,7 +315,7 @@ class Bernoulli:
         """√(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
         # φ(1 − φ) from the two sigmoids keeps its digits for confident outputs, where 1 − φ does not.
         spread = outputs.double().sigmoid() * (-outputs.double()).sigmoid()
-        return _longest_first(torch.diag_embed(spread.sqrt())).to(outputs.dtype)
+        return longest_first(torch.diag_embed(spread.sqrt())).to(outputs.dtype)
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         single = targets.ndim == 1 and outputs.shape[1] == 1 and len(targets) == len(outputs)
@@ -334,6 +351,9 @@ class Bernoulli:
         variance = covariance.diagonal(dim1=1, dim2=2)
         return Prediction(outputs, covariance, mean_sigmoid(outputs, variance, link, samples, generator))
 
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+        return sigmoid_interval(outputs, lower, upper)
+
     def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -self._log_probabilities(outputs, targets).mean(1)
 
@@ -342,7 +362,7 @@ class Bernoulli:
         targets = targets.view(logits.shape)
         found = F.logsigmoid(torch.where(targets == 1, logits, -logits))
         counted = self.counted(targets)
-        return found if counted is None else found * counted
+        return found if counted is None else found.where(counted, 0)
 
 
 def target_weights(likelihood: Likelihood, targets: Tensor, weights: Tensor | None) -> Tensor | None:
@@ -354,7 +374,8 @@ def target_weights(likelihood: Likelihood, targets: Tensor, weights: Tensor | No
     return each if counted is None else each * counted
 
 
-def _longest_first(columns: Tensor) -> Tensor:
+def longest_first(columns: Tensor) -> Tensor:
+    """Cotangents (n, K, C) of each input, ordered by their length."""
     order = columns.square().sum(2).argsort(1, descending=True)
     return columns.gather(1, order[:, :, None].expand_as(columns))
 

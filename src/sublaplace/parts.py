@@ -27,9 +27,14 @@ class Part(Protocol):
     def variance(self, block: Block, prior: float) -> Tensor: ...
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        """Draws from N(0, (GGN + λ)⁻¹), (k, size), from standard normal draws of that shape."""
+        """Draws from N(0, (GGN + λ)⁻¹), (k, size): its symmetric root times standard normal draws of that shape, which
+        does not depend on the order or signs of eigenvectors."""
 
-    def eigenvalues(self) -> Tensor: ...
+    def eigenvalues(self) -> Tensor:
+        """(size,), in the order of `rotate`."""
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """Vectors (r, size) in the eigenbasis."""
 
     def scaled(self, factor: float) -> "Part": ...
 
@@ -65,6 +70,9 @@ class DiagonalPart:
     def eigenvalues(self) -> Tensor:
         return self.diagonal
 
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return vectors
+
     def scaled(self, factor: float) -> "DiagonalPart":
         return DiagonalPart(self.diagonal * factor)
 
@@ -97,10 +105,13 @@ class DensePart:
         return self.whiten(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        return (noise * (self.values + prior).rsqrt()) @ self.vectors.T
+        return (self.rotate(noise) * (self.values + prior).rsqrt()) @ self.vectors.T
 
     def eigenvalues(self) -> Tensor:
         return self.values
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.vectors
 
     def scaled(self, factor: float) -> "DensePart":
         return replace(self, values=self.values * factor)
@@ -128,15 +139,17 @@ class KroneckerPart:
     def _stored(self, matrices: Tensor) -> Tensor:
         return matrices.transpose(-1, -2) if self.transposed else matrices
 
+    def _rotated(self, vectors: Tensor) -> Tensor:
+        """Vectors (r, size) in the eigenbasis, as maps (r, G, O, I)."""
+        shape = self._stored(self._products).shape
+        maps = self.output_vectors.transpose(1, 2) @ self._stored(vectors.reshape(-1, *shape))
+        return maps if self.input_vectors is None else maps @ self.input_vectors
+
     def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
         """Into the eigenbasis, times the factors, and back."""
-        shape = self._stored(factors).shape
-        maps = self._stored(vectors.view(-1, *shape))  # (r, G, O, I)
-        maps = self.output_vectors.transpose(1, 2) @ maps
-        if self.input_vectors is None:
-            maps = maps * factors
-        else:
-            maps = ((maps @ self.input_vectors) * factors) @ self.input_vectors.transpose(1, 2)
+        maps = self._rotated(vectors) * factors
+        if self.input_vectors is not None:
+            maps = maps @ self.input_vectors.transpose(1, 2)
         return self._stored(self.output_vectors @ maps).reshape(len(vectors), -1)
 
     def solve(self, vectors: Tensor, prior: float) -> Tensor:
@@ -152,7 +165,7 @@ class KroneckerPart:
                 "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
             )
         rows = block.rotated_rows(self.input_vectors, self.output_vectors)
-        return rows * self._stored(self._products + prior).reshape(-1).rsqrt()
+        return rows * (self.eigenvalues() + prior).rsqrt()
 
     def _root(self, block: Block, prior: float) -> Tensor:
         """B (n, K, ·) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ, as narrow as possible."""
@@ -171,11 +184,13 @@ class KroneckerPart:
         return self._root(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        # The root of a symmetric matrix, so that draws do not depend on the order of eigenvectors.
         return self._transformed(noise, (self._products + prior).rsqrt())
 
     def eigenvalues(self) -> Tensor:
-        return self._products.flatten()
+        return self._stored(self._products).reshape(-1)
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return self._stored(self._rotated(vectors)).reshape(len(vectors), -1)
 
     def scaled(self, factor: float) -> "KroneckerPart":
         return replace(self, output_values=self.output_values * factor)

@@ -24,9 +24,6 @@ class Posterior(Protocol):
     def with_scales(self, scales: tuple[float, ...]) -> "Posterior":
         """Under other scales of the likelihood's curvature (σ⁻²)."""
 
-    def curvature_eigenvalues(self) -> Tensor:
-        """The eigenvalues of the curvature, with the likelihood's scale and without λ: float64."""
-
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
         """Draws of θ − θ̂, (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
 
@@ -92,9 +89,9 @@ class SubspacePosterior:
         return torch.linalg.eigvalsh((whole + whole.T) / 2).clamp_min(0)
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
-        return self.projection.lift(self._coordinates(noise(self.dim)))
+        return self.projection.lift(self.coordinates(noise(self.dim)))
 
-    def _coordinates(self, noise: Tensor) -> Tensor:
+    def coordinates(self, noise: Tensor) -> Tensor:
         """μ = L⁻ᵀ ε for ε (k, s)."""
         return torch.linalg.solve_triangular(self.factor.T, noise.double().T, upper=True).T
 

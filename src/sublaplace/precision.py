@@ -96,7 +96,7 @@ class BlockPrecision:
         """As in `Precision`; the Jacobians are run through once for each group of parameters whose whitened rows
         fit."""
         total = torch.zeros((), dtype=torch.float64, device=jacobians.device)
-        for group in self._groups(jacobians):
+        for group in grouped_by_memory(self.layout, jacobians):
             rows: list[Tensor] = []
             for jacobian in jacobians:
                 n, K = jacobian.num_inputs, jacobian.num_rows
@@ -107,21 +107,8 @@ class BlockPrecision:
                     for name in group
                 ]
                 rows.append(jacobian.require_finite(torch.cat(whitened, dim=2).flatten(0, 1)))
-            total = total + _outer_products(rows)
+            total = total + outer_products(rows)
         return total
-
-    def _groups(self, jacobians: Jacobians) -> list[list[str]]:
-        """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
-        limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
-        groups: list[list[str]] = [[]]
-        used = 0
-        for name, size in self.layout.sizes.items():
-            if groups[-1] and used + size > limit:
-                groups.append([])
-                used = 0
-            groups[-1].append(name)
-            used += size
-        return groups
 
     def log_determinant(self) -> Tensor:
         return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
@@ -155,7 +142,21 @@ def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: 
     return BlockPrecision(layout, parts, prior_precision)
 
 
-def _outer_products(rows: list[Tensor], columns: int = 2**14) -> Tensor:
+def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[list[str]]:
+    """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
+    limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in layout.sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
+
+
+def outer_products(rows: list[Tensor], columns: int = 2**14) -> Tensor:
     """R Rᵀ in float64 for rows given in pieces, some columns at a time."""
     total: Tensor | None = None
     width = rows[0].shape[1]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log, pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ class Prediction:
     epistemic: Tensor
     probabilities: Tensor | None = None
     total: Tensor | None = None
+
+
+class Interval(NamedTuple):
+    """Two ends of what is known."""
+
+    lower: Tensor
+    upper: Tensor
 
 
 def mean_softmax(
@@ -60,6 +68,32 @@ def mean_sigmoid(
 def probit(outputs: Tensor, variance: Tensor) -> Tensor:
     """softmax(f / √(1 + π/8 · variance)), variance (n, C)."""
     return (outputs / (1 + pi / 8 * variance).sqrt()).softmax(1)
+
+
+def probit_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """The ends of softmax(f / √(1 + π/8 v)) over all variances v between `lower` and `upper` (n, C), class by class.
+
+    Softmax grows in its own logit and falls in the others, f/√(1 + π/8 v) is monotone in v: the ends are at corners.
+    """
+    least, most = _scaled_ends(outputs, lower, upper)
+    own = torch.eye(outputs.shape[1], dtype=torch.bool, device=outputs.device)
+
+    def end(for_own: Tensor, for_others: Tensor) -> Tensor:
+        logits = torch.where(own, for_own[:, :, None], for_others[:, None, :])
+        return logits.softmax(2).diagonal(dim1=1, dim2=2)
+
+    return Interval(end(least, most), end(most, least))
+
+
+def sigmoid_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """The ends of sigmoid(f / √(1 + π/8 v)), as `probit_interval`."""
+    least, most = _scaled_ends(outputs, lower, upper)
+    return Interval(least.sigmoid(), most.sigmoid())
+
+
+def _scaled_ends(outputs: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = (outputs / (1 + pi / 8 * variance).sqrt() for variance in (lower, upper))
+    return torch.minimum(one, other), torch.maximum(one, other)
 
 
 def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:

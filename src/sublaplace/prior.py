@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sublaplace.complement import ComplementedPosterior
 from sublaplace.data import batches
 from sublaplace.jacobians import Linearization
 from sublaplace.likelihoods import Gaussian, Noise, target_weights
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.precision import DensePrecision, DualPrecision
+from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
 from sublaplace.survey import Survey
 
 LogLikelihood = Callable[[Tensor], Tensor]
@@ -127,10 +128,41 @@ def golden_section(function: Callable[[float], float], left: float, right: float
     return (left + right) / 2
 
 
+@dataclass(frozen=True)
+class ComplementOccam:
+    """Of a posterior with a complement: ½ (p ln λ + ln det Ψ̃), with
+    ln det Ψ̃ = ln det Ψ_K + ln det QᵀΨ_K⁻¹Q − ln det QᵀΛQ. Cost: s³ and one pass over KFAC's eigenvalues."""
+
+    outside_eigenvalues: Tensor
+    outside_in_subspace: Tensor  # QᵀKQ
+    curvature: Tensor  # QᵀGGN Q
+    gram: Tensor
+    fitted_noise: float | None  # σ whose σ⁻² is in all of these; None: they do not depend on it
+
+    def __call__(self, prior_precision: Tensor, noise_std: Tensor) -> Tensor:
+        ratio = 1.0 if self.fitted_noise is None else (self.fitted_noise / noise_std) ** 2
+        outside = (prior_precision / (prior_precision + ratio * self.outside_eigenvalues)).log().sum()
+        prior = prior_precision * self.gram
+        replaced = torch.logdet(ratio * self.outside_in_subspace + prior)
+        measured = torch.logdet(ratio * self.curvature + prior)
+        return 0.5 * (outside + replaced - measured)
+
+
 def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Evidence:
     """The evidence of a fitted posterior. Cost: the eigenvalues of its curvature, s³ (p³ for the full one)."""
     has_noise = isinstance(survey.likelihood, Gaussian)
     occam: Occam
+    if isinstance(posterior, ComplementedPosterior):
+        inside, noise = posterior.inside, survey.noise_std
+        occam = ComplementOccam(
+            posterior.outside.curvature_eigenvalues(),
+            posterior.outside_in_subspace,
+            inside.curvature,
+            inside.gram,
+            noise if has_noise and isinstance(noise, float) else None,
+        )
+        return Evidence(survey.log_likelihood, occam, squared_norm, has_noise)
+    assert isinstance(posterior, SubspacePosterior | BlockPrecision | DensePrecision | DualPrecision)
     if len(survey.likelihood.curvature_scales) == 1:
         scale = survey.likelihood.curvature_scales[0]
         occam = EigenvalueOccam(posterior.curvature_eigenvalues() / scale, has_noise)
@@ -144,12 +176,12 @@ def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Ev
 def best_prior_on(loader: Iterable[Any], posterior: Posterior, survey: Survey, linearization: Linearization) -> float:
     """The λ of the smallest NLL on validation data: a coarse grid of factors of ten, then a fine one around its best.
 
-    Cost: two passes over the data; for an exact posterior, whose factor is large, one pass a λ.
+    Cost: two passes over the data; one pass a λ for an exact posterior or a complement, which are large for each λ.
     """
 
     def best(priors: list[float]) -> float:
-        exact = isinstance(posterior, DensePrecision | DualPrecision)
-        groups = [[prior] for prior in priors] if exact else [priors]
+        small = isinstance(posterior, SubspacePosterior | BlockPrecision)
+        groups = [priors] if small else [[prior] for prior in priors]
         scores = [score for group in groups for score in _nll(group, loader, posterior, survey, linearization)]
         return min(zip(scores, priors, strict=True))[1]
 

@@ -1,16 +1,20 @@
 """Fitted posteriors as tensors and numbers, and a fingerprint of the model that they belong to."""
 
 import hashlib
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sublaplace.certificate import Certificate
 from sublaplace.checked_file import SavedFileError
+from sublaplace.complement import ComplementedPosterior
 from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Residuals
 from sublaplace.parameters import ParameterLayout
+from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.precision import DensePrecision, DualPrecision
+from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
 from sublaplace.projection import Basis, Projection, Subset
 from sublaplace.survey import Survey
 
@@ -22,6 +26,15 @@ def posterior_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str
         return {"ggn": posterior.ggn}, {**numbers, "kind": "dense", "scale": posterior.scale}
     if isinstance(posterior, DualPrecision):
         return {"rows": posterior.rows}, {**numbers, "kind": "dual", "scale": posterior.scale}
+    if isinstance(posterior, BlockPrecision):
+        tensors, parts = _block_tensors(posterior)
+        return tensors, {**numbers, "kind": "blocks", "scale": posterior.scale, "parts": parts}
+    if isinstance(posterior, ComplementedPosterior):
+        inside, numbers = posterior_tensors(posterior.inside)
+        outside, about = posterior_tensors(posterior.outside)
+        mixed = {f"mixed.{name}": part for name, part in posterior.mixed.items()}
+        tensors = {**inside, **outside, **mixed, "outside_in_subspace": posterior.outside_in_subspace}
+        return tensors, {**numbers, "kind": "complement", "outside": about}
     if not isinstance(posterior, SubspacePosterior):
         raise TypeError(f"A posterior of type {type(posterior).__name__} cannot be saved.")
     tensors = {"curvatures": posterior.curvatures, "gram": posterior.gram}
@@ -38,8 +51,62 @@ def posterior_from(
         return DensePrecision(layout, tensors["ggn"], prior, numbers["scale"])
     if kind == "dual":
         return DualPrecision(layout, tensors["rows"], prior, numbers["scale"])
+    if kind == "blocks":
+        return _blocks_from(tensors, numbers, layout)
     projection = projection_from(tensors, layout, dtype)
-    return SubspacePosterior(projection, tensors["curvatures"], tensors["gram"], tuple(numbers["scales"]), prior)
+    inside = SubspacePosterior(projection, tensors["curvatures"], tensors["gram"], tuple(numbers["scales"]), prior)
+    if kind == "subspace":
+        return inside
+    outside = _blocks_from(tensors, numbers["outside"], layout)
+    mixed = {name: tensors[f"mixed.{name}"] for name in layout.names}
+    return ComplementedPosterior(inside, outside, mixed, tensors["outside_in_subspace"])
+
+
+_PARTS: dict[str, type[DiagonalPart] | type[DensePart] | type[KroneckerPart]] = {
+    kind.__name__: kind for kind in (DiagonalPart, DensePart, KroneckerPart)
+}
+
+
+def _block_tensors(precision: BlockPrecision) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The fields of all parts: tensors by name, and what else they have."""
+    tensors, described = {}, {}
+    for name, part in precision.parts.items():
+        assert isinstance(part, DiagonalPart | DensePart | KroneckerPart)
+        described[name] = {"kind": type(part).__name__}
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if isinstance(value, Tensor):
+                tensors[f"part.{f.name}.{name}"] = value
+            else:
+                described[name][f.name] = value
+    return tensors, described
+
+
+def _blocks_from(tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout) -> BlockPrecision:
+    parts: dict[str, Part] = {}
+    for name, described in numbers["parts"].items():
+        kind = _PARTS[described["kind"]]
+        stored = {f.name: tensors.get(f"part.{f.name}.{name}", described.get(f.name)) for f in fields(kind)}
+        parts[name] = kind(**stored)
+    return BlockPrecision(layout, parts, numbers["prior_precision"], numbers["scale"])
+
+
+def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a certificate has beside the posterior's projection."""
+    product = {f"product.{name}": part for name, part in certificate.product.items()}
+    subspace = certificate.subspace
+    numbers = {"scale": certificate.scale, "scales": subspace.scales, "prior_precision": subspace.prior_precision}
+    return {**product, "certified_curvatures": subspace.curvatures}, numbers
+
+
+def certificate_from(
+    tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
+) -> Certificate:
+    """The inverse of `certificate_tensors`, with the tensors of its posterior."""
+    projection = projection_from(tensors, layout, dtype)
+    curvatures, scales = tensors["certified_curvatures"], tuple(numbers["scales"])
+    subspace = SubspacePosterior(projection, curvatures, tensors["gram"], scales, numbers["prior_precision"])
+    return Certificate(subspace, {name: tensors[f"product.{name}"] for name in layout.names}, numbers["scale"])
 
 
 def projection_tensors(projection: Projection) -> dict[str, Tensor]:

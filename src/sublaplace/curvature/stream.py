@@ -12,7 +12,7 @@ from sublaplace.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.data import Batch, batches, join, one_shot
 from sublaplace.jacobians import Jacobian, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.likelihoods import Likelihood, significant, target_weights
+from sublaplace.likelihoods import Likelihood, longest_first, significant, target_weights
 
 _BUFFER = 2048  # inputs among which those with equally many directions are put together
 _SMALL_GROUP = 32  # inputs below which unequal ones are padded rather than run apart
@@ -155,6 +155,8 @@ class CurvatureStream:
         """The Jacobians of a buffer, inputs ordered by how many directions they need."""
         inputs, weights = portion.inputs, portion.weights
         cotangents = self._root(self._outputs(inputs), weights)
+        if weights is not None and weights.shape[1] > 1:
+            cotangents = longest_first(cotangents)  # ignored targets have made some of them zero
         counts = significant(cotangents, self.tolerance)
         counts, order = counts.sort(stable=True)
         start = 0 if every_input else int((counts == 0).sum())

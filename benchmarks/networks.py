@@ -69,7 +69,7 @@ def _idx(path: Path, header: int) -> Tensor:
     return torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())), dtype=torch.uint8)[header:]
 
 
-def trained(network: nn.Module, name: str, epochs: int = 6) -> nn.Module:
+def trained(network: nn.Module, name: str, epochs: int = 10) -> nn.Module:
     """Load the weights of ``name`` into the network, after training them if they are not on disk yet."""
     path = CACHE / f"{name}.safetensors"
     if not path.exists():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
-from sublaplace.linalg import cholesky
+from sublaplace.linalg import cholesky, symmetric_product
 from sublaplace.parameters import ParameterLayout, Vectors
 from sublaplace.parts import DiagonalPart, Part, inner_products
 
@@ -162,7 +162,8 @@ def outer_products(rows: list[Tensor], columns: int = 2**14) -> Tensor:
     width = rows[0].shape[1]
     for start in range(0, width, columns):
         piece = torch.cat([part[:, start : start + columns].double() for part in rows])
-        total = piece @ piece.T if total is None else total.addmm_(piece, piece.T)
+        product = symmetric_product(piece)
+        total = product if total is None else total.add_(product)
     assert total is not None
     return total
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sublaplace.linalg import symmetric_product
+
 
 class Block(Protocol):
     """What a parameter's part of a Jacobian can do."""
@@ -154,8 +156,8 @@ class OuterBlock:
         # Bound by multiplications: the rows of an input go into one larger product, worth the copy of g.
         total: Tensor | None = None
         for use in self.uses:
-            g = torch.stack(use.gradients, dim=2).view(n * G, K * O, -1)
-            a = use.inputs.reshape(n * G, I, -1).transpose(1, 2)
+            g = _beside(use.gradients).flatten(0, 1)  # (nG, K·O, T)
+            a = use.inputs.flatten(0, 1).transpose(1, 2)
             total = g @ a if total is None else total.baddbmm_(g, a)
         assert total is not None
         return total.view(n, G, K, O, I).transpose(1, 2)
@@ -207,7 +209,11 @@ class OuterBlock:
 
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
-            return self.rows().flatten(0, 1).square_().sum(0)  # these rows are nobody else's
+            # Row by row, so that the maps of one row of all inputs, which are squared at once, stay in the cache.
+            total = self.inputs.new_zeros(self.groups, self.fan_in, self.fan_out)
+            for k in range(self.num_rows):
+                total += self._transposed_map(k).square_().sum(0)
+            return self._stored(total.transpose(1, 2)).reshape(-1)
         g = self.gradients[..., 0].square().sum(1)  # (n, G, O)
         a = self.inputs[..., 0].square()  # (n, G, I)
         return self._stored(torch.einsum("ngo,ngi->goi", g, a)).reshape(-1)
@@ -292,10 +298,18 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
 def _second_moment(factor: Tensor) -> Tensor:
     """Σ over n and t of f fᵀ for factors (n, G, F, T): (G, F, F)."""
     _, _, F, T = factor.shape
-    if T >= F:
-        return (factor @ factor.transpose(-1, -2)).sum(0)
-    flat = factor.permute(1, 2, 0, 3).flatten(2)
-    return flat @ flat.transpose(-1, -2)
+    if factor.stride(2) == 1:  # positions before features in memory
+        return symmetric_product(factor.permute(1, 0, 3, 2).flatten(1, 2).transpose(1, 2))
+    if T < F or factor.stride(0) == T:
+        return symmetric_product(factor.permute(1, 2, 0, 3).flatten(2))
+    return (factor @ factor.transpose(-1, -2)).sum(0)
+
+
+def _beside(gradients: tuple[Tensor, ...]) -> Tensor:
+    """K times (n, G, O, T) as one (n, G, K·O, T), copied in the order in which they lie in memory."""
+    if gradients[0].stride(2) == 1:  # positions before outputs
+        return torch.stack([g.transpose(2, 3) for g in gradients], dim=3).flatten(3).transpose(2, 3)
+    return torch.stack(gradients, dim=2).flatten(2, 3)
 
 
 @dataclass(frozen=True)

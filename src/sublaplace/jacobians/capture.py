@@ -33,6 +33,8 @@ class Call:
     input_elements: int  # numbers that the input takes up in a block; a convolution's patches repeat it
 
 
+_RELU = (F.relu, torch.relu, Tensor.relu)
+_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
 _LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
 
 
@@ -73,16 +75,19 @@ class Capture(TorchFunctionMode):
 
     expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a
     batch dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the
-    calls' outputs, for probing.
+    calls' outputs, for probing. channels_last: run two-dimensional convolutions, and what follows them, in that memory
+    order, in which their backward passes take half the time on a CPU.
     """
 
     parameters: Mapping[int, str]  # id of a parameter → its name
     num_inputs: int
     expand: frozenset[int] = frozenset()
     keep_outputs: bool = False
+    channels_last: bool = False
     calls: list[Call] = field(default_factory=list)
     unusual: dict[str, str] = field(default_factory=dict)  # parameter → the function that used it
     last_linear: tuple[str, ...] = ()  # the parameters of the last linear call; empty if they are frozen
+    _rectified: tuple[Tensor, Tensor] | None = None  # the last ReLU's output and input
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -93,7 +98,7 @@ class Capture(TorchFunctionMode):
         if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in _tensors(args) + _tensors(kwargs)):
             self.last_linear = tuple(self.parameters[id(t)] for t in used)
         if not used:
-            return func(*args, **kwargs)
+            return self._without_parameters(func, args, kwargs)
         rule = RULES.get(func)
         use = rule(args, kwargs) if rule else None
         if use is not None and {id(t) for t in used} == {id(p) for p, _ in use.builders if id(p) in self.parameters}:
@@ -107,6 +112,15 @@ class Capture(TorchFunctionMode):
                 self.unusual[self.parameters[id(tensor)]] = getattr(func, "__name__", str(func))
         return result
 
+    def _without_parameters(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call itself, except that max(ReLU(x)) is run as ReLU(max(x)): equal, gradients included, at less cost."""
+        if func in _MAX_POOL and args and self._rectified is not None and args[0] is self._rectified[0]:
+            return torch.relu(func(self._rectified[1], *args[1:], **kwargs))
+        result = func(*args, **kwargs)
+        if func in _RELU and args and not any(kwargs.values()):
+            self._rectified = result, args[0]
+        return result
+
     def _record(self, function: str, use: Use) -> Tensor:
         source = use.source
         if len(self.calls) in self.expand:
@@ -117,7 +131,12 @@ class Capture(TorchFunctionMode):
         def wrap(parameter: Tensor) -> Tensor:
             # The output has to be part of the graph, so that a gradient arrives at it; the parameter's own gradient
             # is never asked for.
-            return parameter if in_graph or not torch.is_grad_enabled() else parameter.detach().requires_grad_()
+            if not in_graph and torch.is_grad_enabled():
+                parameter = parameter.detach().requires_grad_()
+            if self.channels_last and use.kernel_points and parameter.ndim == 4:
+                # One channel leaves the order of the original open; a clone settles it.
+                return parameter.clone(memory_format=torch.channels_last)
+            return parameter
 
         output = use.replaced(source, wrap)
         self.calls.append(

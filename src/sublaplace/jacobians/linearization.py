@@ -47,11 +47,14 @@ class Linearization:
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
     _borrowed: int = field(init=False, default=0)
+    _channels_last: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.layout = ParameterLayout.of(self.model)
         self._parameters = self.layout.parameters(self.model)
         self._names = {id(p): name for name, p in self._parameters.items()}
+        # oneDNN's convolutions, which are the ones that gain from this order, are those of float32 on a CPU.
+        self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,8 +94,7 @@ class Linearization:
     def outputs(self, inputs: Any) -> Tensor:
         """f(x): (n, C), without a graph."""
         with self.borrowed(), torch.no_grad():
-            inputs = self.to_device(inputs)
-            return self._checked(self.forward(self.model, inputs), inputs)
+            return self._watched(self.to_device(inputs))[1]
 
     def jacobian(self, inputs: Any, cotangents: Cotangents | None = None) -> Jacobian:
         """J of a batch; row (n, k) belongs to cotangents[n, k] (n, K, C), by default to output k.
@@ -157,9 +159,8 @@ class Linearization:
         n = num_inputs(inputs)
         plan = next(reversed(self._plans.values()), None)
         for _ in range(3):
-            capture = Capture(self._names, n, expand=plan.expand if plan else frozenset())
-            with torch.enable_grad(), capture:
-                outputs = self._checked(self.forward(self.model, inputs), inputs)
+            with torch.enable_grad():
+                capture, outputs = self._watched(inputs, expand=plan.expand if plan else frozenset())
             known = self._plans.get(signature(capture.calls))
             if known is None:
                 plan = self._probe(inputs)
@@ -174,6 +175,18 @@ class Linearization:
             "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
             f"The parametrised calls of the last pass were: {described(capture.calls)}."
         )
+
+    def _watched(self, inputs: Any, **options: Any) -> tuple[Capture, Tensor]:
+        """One forward pass with the calls recorded."""
+        capture = Capture(self._names, num_inputs(inputs), channels_last=self._channels_last, **options)
+        try:
+            with capture:
+                return capture, self._checked(self.forward(self.model, inputs), inputs)
+        except RuntimeError:
+            if not self._channels_last:
+                raise
+            self._channels_last = False  # the network wants the usual order, for a view perhaps
+            return self._watched(inputs, **options)
 
     def _checked(self, outputs: Any, inputs: Any) -> Tensor:
         n = num_inputs(inputs)
@@ -232,10 +245,8 @@ class Linearization:
         return plan
 
     def _probing_pass(self, inputs: Any, expand: frozenset[int] = frozenset()) -> tuple[Capture, Tensor]:
-        capture = Capture(self._names, num_inputs(inputs), expand=expand, keep_outputs=True)
-        with torch.no_grad(), capture:
-            outputs = self._checked(self.forward(self.model, inputs), inputs)
-        return capture, outputs
+        with torch.no_grad():
+            return self._watched(inputs, expand=expand, keep_outputs=True)
 
     def _expand(
         self, plan: Plan, unbatched: frozenset[int], three: Any, two: Any, outputs: Tensor, tolerance: float

@@ -104,7 +104,10 @@ def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
 
 
 def _patches(source: Tensor, kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """What each position of a convolution sees: (n, channels, *spatial) → (n, channels, kernel points, positions)."""
+    """What each position of a convolution sees: (n, channels, *spatial) → (n, channels, kernel points, positions).
+
+    In memory the inputs stand beside the positions, so that sums over both are one matrix product.
+    """
     d = len(kernel)
     stride, dilation = _per_dimension(stride, d), _per_dimension(dilation, d)
     if padding == "same":
@@ -118,6 +121,7 @@ def _patches(source: Tensor, kernel: torch.Size, stride: Any, padding: Any, dila
         source = F.pad(source, [side for pair in reversed(sides) for side in pair])
     reach = [dil * (k - 1) + 1 for dil, k in zip(dilation, kernel, strict=True)]
     steps = [(size - r) // s + 1 for size, r, s in zip(source.shape[2:], reach, stride, strict=True)]
+    source = source.contiguous()
     strides = source.stride()
     windows = source.as_strided(
         (*source.shape[:2], *kernel, *steps),
@@ -128,7 +132,8 @@ def _patches(source: Tensor, kernel: torch.Size, stride: Any, padding: Any, dila
         ),
         source.storage_offset(),
     )
-    return windows.reshape(*source.shape[:2], kernel.numel(), -1)
+    inputs_inside = windows.movedim(0, 1 + d).reshape(source.shape[1], kernel.numel(), len(source), -1)
+    return inputs_inside.movedim(2, 0)
 
 
 def _per_dimension(value: Any, dimensions: int) -> tuple[int, ...]:

@@ -96,7 +96,8 @@ def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], di
     product = {f"product.{name}": part for name, part in certificate.product.items()}
     subspace = certificate.subspace
     numbers = {"scale": certificate.scale, "scales": subspace.scales, "prior_precision": subspace.prior_precision}
-    return {**product, "certified_curvatures": subspace.curvatures}, numbers
+    # The posterior may hold the same tensor, which a file must not hold twice.
+    return {**product, "certified_curvatures": subspace.curvatures.clone()}, numbers
 
 
 def certificate_from(

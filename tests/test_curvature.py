@@ -13,6 +13,7 @@ from test_laplace import labels, loader
 from torch import nn
 
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
+from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.jacobians import Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Categorical, Gaussian
@@ -480,3 +481,20 @@ def test_swag_that_diverges_says_so():
     targets = dense_outputs(model, inputs) + 1
     with pytest.raises(ValueError, match=r"diverged.*learning_rate=1e\+20.*smaller"):
         swag_variances(Linearization(model), loader(inputs, targets), Gaussian(), learning_rate=1e20)
+
+
+# How far KFAC is off --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "conv-groups", "embedding"])
+def test_trace_ratios_are_those_of_the_factored_and_the_exact_blocks(name):
+    model, inputs = make(name, 6)
+    source = stream(model, inputs)
+    factored, ggn = kronecker_ggn(source, PRIOR), ggn_of(model, inputs, Categorical())
+    jacobian = source.linearization.jacobian(inputs, Categorical().cotangents)
+    found = trace_ratios(jacobian)
+    layout = source.linearization.layout
+    assert found
+    for parameter, ratio in found.items():
+        exact = ggn.diagonal()[layout.slices[parameter]].sum()
+        assert ratio == pytest.approx(float(factored.parts[parameter].eigenvalues().sum() / exact), rel=1e-8)

@@ -1,7 +1,9 @@
 """Honest uncertainty for trained PyTorch networks: the Laplace approximation in a subspace of their parameters."""
 
 from sublaplace import metrics
+from sublaplace.certificate import Bounds, Certificate
 from sublaplace.checked_file import SavedFileError
+from sublaplace.complement import ComplementedPosterior
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization, OuterBlock
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian
@@ -20,7 +22,10 @@ __all__ = [
     "Basis",
     "Bernoulli",
     "BlockPrecision",
+    "Bounds",
     "Categorical",
+    "Certificate",
+    "ComplementedPosterior",
     "DensePrecision",
     "DualPrecision",
     "Gaussian",

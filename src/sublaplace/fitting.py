@@ -19,6 +19,7 @@ from sublaplace.certificate import Certificate
 from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data import Reservoir, input_batches, inputs_at, join
 from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
@@ -115,6 +116,7 @@ class Fitted:
     survey: Survey
     certificate: Certificate | None
     stages: dict[str, Stage] = field(default_factory=dict)
+    kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
 
 
 def fit(
@@ -153,9 +155,19 @@ def fit(
             assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
             dim = _smallest_dim(settings, certificate, Jacobians(linearization, held_back))
             posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
+        ratios = _kfac_trace_ratios(context, survey)
     if checkpoint is not None:
         checkpoint.remove()
-    return Fitted(posterior, survey, certificate, stages)
+    return Fitted(posterior, survey, certificate, stages, ratios)
+
+
+def _kfac_trace_ratios(context: ProjectorContext, survey: Survey, count: int = 16) -> dict[str, float]:
+    """How far KFAC's traces are from the exact ones, on a few of the subspace inputs; none where it was not used."""
+    inputs = context.subspace_jacobians.inputs
+    if "kfac" not in context.known or inputs is None:
+        return {}
+    few = select(inputs, slice(0, count))
+    return trace_ratios(context.linearization.jacobian(few, survey.likelihood.cotangents))
 
 
 def _checkpoint(

@@ -133,6 +133,7 @@ class SubspaceLaplace:
         self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
         self._fingerprint: tuple[object, ...] = ()
         self._stages: dict[str, Stage] = {}
+        self._kfac_trace_ratios: dict[str, float] = {}
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class SubspaceLaplace:
         linearization = self._new_linearization()
         fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
         self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
-        self._linearization, self._stages, self._data = linearization, fitted.stages, loader
+        self._linearization, self._data = linearization, loader
+        self._stages, self._kfac_trace_ratios = fitted.stages, fitted.kfac_trace_ratios
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
@@ -547,7 +549,9 @@ class SubspaceLaplace:
     def summary(self) -> str:
         """What was fitted, as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage."""
         posterior, survey = self._fitted()
-        return summary_text(repr(self), posterior, survey, self._usable_linearization(), self._stages)
+        return summary_text(
+            repr(self), posterior, survey, self._usable_linearization(), self._stages, self._kfac_trace_ratios
+        )
 
     def _with(self, posterior: Posterior, certificate: Certificate | None) -> "SubspaceLaplace":
         other = copy.copy(self)

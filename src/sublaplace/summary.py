@@ -14,7 +14,12 @@ from sublaplace.survey import Survey
 
 
 def summary_text(
-    title: str, posterior: Posterior, survey: Survey, linearization: Linearization, stages: dict[str, Stage]
+    title: str,
+    posterior: Posterior,
+    survey: Survey,
+    linearization: Linearization,
+    stages: dict[str, Stage],
+    kfac_trace_ratios: dict[str, float],
 ) -> str:
     """Sizes, λ, σ, how parameters are treated, and what each stage of the fit took."""
     layout = linearization.layout
@@ -28,6 +33,10 @@ def summary_text(
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if survey.estimated_noise else ''}"))
     lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
     lines += _structure(posterior)
+    if kfac_trace_ratios:
+        least, most = (f(kfac_trace_ratios, key=kfac_trace_ratios.__getitem__) for f in (min, max))
+        ends = f"{kfac_trace_ratios[least]:.2f} ({least}) to {kfac_trace_ratios[most]:.2f} ({most})"
+        lines.append(_line("KFAC trace / exact", f"{ends}, on a few inputs"))
     lines.append(_line("backward passes", f"{linearization.passes:,} through one input"))
     for name, why in linearization.unusual_parameters().items():
         lines.append(_line("general path", f"{name}: {why}"))

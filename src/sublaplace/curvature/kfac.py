@@ -155,3 +155,21 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
             unused = torch.zeros(size, device=stream.linearization.device)
             parts[name] = DiagonalPart(sums.dense.get(name, unused).to(dtype))
     return BlockPrecision(layout, parts, prior_precision).scaled(stream.scale)
+
+
+def trace_ratios(jacobian: Jacobian) -> dict[str, float]:
+    """The trace of each weight's Kronecker-factored block over that of the exact one, on this batch alone.
+
+    The factored trace may be far from the exact one where positions are dependent, as in convolutions. Weights without
+    gradients are left out. Cost: the rows of the batch.
+    """
+    ratios = {}
+    for name, block in jacobian.blocks.items():
+        if isinstance(block, OuterBlock | EmbeddingBlock):
+            moment = block.input_moment()
+            inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
+            gradients = block.gradient_moment().diagonal(dim1=1, dim2=2).sum(-1)
+            exact = float(block.rows().square().sum())
+            if exact > 0:
+                ratios[name] = float((inputs * gradients).sum()) / block.num_terms() / exact
+    return ratios

@@ -118,7 +118,15 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 def test_the_summary_tells_what_was_fitted():
     la, _, _ = fitted("lstm")
     text = la.summary()
-    for part in ("s=4", "λ=0.7", "N             8", "cell.weight_ih_l0: lstm", "reduced posterior", "backward passes", "KFAC trace"):
+    for part in (
+        "s=4",
+        "λ=0.7",
+        "N             8",
+        "cell.weight_ih_l0: lstm",
+        "reduced posterior",
+        "backward passes",
+        "KFAC trace",
+    ):
         assert part in text
 
 

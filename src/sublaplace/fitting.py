@@ -138,7 +138,7 @@ def fit(
             subspace_inputs, held_back = _split(subspace_inputs)
         context = ProjectorContext(
             stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
-            subspace_jacobians=Jacobians(linearization, subspace_inputs),
+            subspace_jacobians=Jacobians(linearization, subspace_inputs, progress),
             num_data=survey.num_data,
             num_outputs=survey.num_outputs,
             dim=_fitting_dim(settings, linearization),
@@ -358,9 +358,10 @@ def certificate_of(
     survey: Survey,
     loader: Iterable[Any],
     linearization: Linearization,
+    progress: bool,
 ) -> Certificate:
     """The certificate of a posterior that was fitted without one: one pass over the data, nothing dropped."""
-    stream = replace(settings.stream(loader, linearization, survey, False), tolerance=0.0)
+    stream = replace(settings.stream(loader, linearization, survey, progress), tolerance=0.0)
     with linearization.borrowed():
         curvatures, product = reduced_ggn_and_product(stream, posterior.projection)
     return Certificate(replace(posterior, curvatures=curvatures), product, stream.scale)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from sublaplace import checked_file, fitting, serialization
 from sublaplace.arguments import (
@@ -180,10 +181,10 @@ class SubspaceLaplace:
             return prediction.probabilities
         return prediction.mean, prediction.epistemic
 
-    def predict(self, x: Any, link: str = "probit", samples: int = 1000) -> Prediction:
+    def predict(self, x: Any, link: str = "probit", samples: int = 1000, progress: bool = False) -> Prediction:
         """The prediction for a tensor, a dict batch or a loader of inputs, in chunks under the memory budget.
 
-        link: how logits become probabilities, "probit", "mc" (with `samples`) or "bridge".
+        link: how logits become probabilities, "probit", "mc" (with `samples`) or "bridge". progress: show a bar.
         """
         if link not in LINKS:
             raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
@@ -191,7 +192,7 @@ class SubspaceLaplace:
         self._require_room_for_covariances(x)
         means, covariances = [], []
         with self._usable_linearization().borrowed():
-            for jacobian in self._jacobians(x):
+            for jacobian in self._jacobians(x, progress):
                 means.append(jacobian.outputs)
                 covariances.append(posterior.covariance(jacobian))
         generator = torch.Generator().manual_seed(self._settings.seed)
@@ -233,16 +234,16 @@ class SubspaceLaplace:
                 "Give fewer inputs at once, or use functional_variance, which needs C numbers an input.",
             )
 
-    def bounds(self, x: Any) -> Bounds:
+    def bounds(self, x: Any, progress: bool = False) -> Bounds:
         """Covariances between which that of the full Laplace approximation lies, for each input: lower ≼ Σ ≼ upper.
 
         The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
         interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
         """
-        certificate, survey = self._certified(), self._fitted()[1]
+        certificate, survey = self._certified(progress), self._fitted()[1]
         outputs, lower, upper = [], [], []
         with self._usable_linearization().borrowed():
-            for jacobian in self._jacobians(x):
+            for jacobian in self._jacobians(x, progress):
                 outputs.append(jacobian.outputs)
                 lower.append(certificate.lower(jacobian).to(jacobian.outputs.dtype))
                 upper.append(certificate.upper(jacobian).to(jacobian.outputs.dtype))
@@ -251,16 +252,16 @@ class SubspaceLaplace:
         result.probabilities = survey.likelihood.probability_interval(torch.cat(outputs), *variances)
         return result
 
-    def captured(self, x: Any) -> Tensor:
+    def captured(self, x: Any, progress: bool = False) -> Tensor:
         """The share of the full Laplace approximation's trace that every leading dimension captures at least: (s,).
 
         Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs; in float64.
         """
-        certificate = self._certified()
+        certificate = self._certified(progress)
         with self._usable_linearization().borrowed():
-            return fitting.captured(certificate, self._jacobians(x))
+            return fitting.captured(certificate, self._jacobians(x, progress))
 
-    def _certified(self) -> Certificate:
+    def _certified(self, progress: bool) -> Certificate:
         """The certificate; made from the training data where the fit did not."""
         posterior, linearization = self._subspace(), self._usable_linearization()
         if self._certificate is None:
@@ -270,7 +271,7 @@ class SubspaceLaplace:
                     "certified=True before saving."
                 )
             self._certificate = fitting.certificate_of(
-                self._settings, posterior, self._fitted()[1], self._data, linearization
+                self._settings, posterior, self._fitted()[1], self._data, linearization, progress
             )
         return self._certificate
 
@@ -283,15 +284,18 @@ class SubspaceLaplace:
         with self._usable_linearization().borrowed():
             return torch.stack([posterior.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
 
-    def _jacobians(self, x: Any) -> Iterator[Jacobian]:
+    def _jacobians(self, x: Any, progress: bool = False) -> Iterator[Jacobian]:
         linearization = self._linearization
         assert linearization is not None
+        total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
-        for inputs in input_batches(x):
-            if num_inputs(inputs):
-                for jacobian in linearization.chunks(linearization.to_device(inputs)):
-                    seen += jacobian.num_inputs
-                    yield jacobian
+        with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
+            for inputs in input_batches(x):
+                if num_inputs(inputs):
+                    for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                        yield jacobian
+                        seen += jacobian.num_inputs
+                        bar.update(jacobian.num_inputs)
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
@@ -384,7 +388,11 @@ class SubspaceLaplace:
         posterior.with_scales(scales)  # refuses where the outputs were summed up
 
     def optimize_prior_precision(
-        self, method: str = "marglik", val_loader: Iterable[Any] | None = None, tune_noise: bool = False
+        self,
+        method: str = "marglik",
+        val_loader: Iterable[Any] | None = None,
+        tune_noise: bool = False,
+        progress: bool = False,
     ) -> "SubspaceLaplace":
         """Sets λ to its best value, with P kept, and returns self.
 
@@ -406,7 +414,7 @@ class SubspaceLaplace:
                 raise ValueError("tune_noise=True goes with method='marglik'; validation data tune λ alone.")
             linearization = self._usable_linearization()
             with linearization.borrowed():
-                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization)
+                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization, progress)
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
         if isinstance(survey.likelihood, Gaussian) and tune_noise:

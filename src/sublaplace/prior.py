@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.data import batches
@@ -173,7 +174,13 @@ def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Ev
     return Evidence(survey.log_likelihood, occam, squared_norm, has_noise)
 
 
-def best_prior_on(loader: Iterable[Any], posterior: Posterior, survey: Survey, linearization: Linearization) -> float:
+def best_prior_on(
+    loader: Iterable[Any],
+    posterior: Posterior,
+    survey: Survey,
+    linearization: Linearization,
+    progress: bool = False,
+) -> float:
     """The λ of the smallest NLL on validation data: a coarse grid of factors of ten, then a fine one around its best.
 
     Cost: two passes over the data; one pass a λ for an exact posterior or a complement, which are large for each λ.
@@ -182,7 +189,8 @@ def best_prior_on(loader: Iterable[Any], posterior: Posterior, survey: Survey, l
     def best(priors: list[float]) -> float:
         small = isinstance(posterior, SubspacePosterior | BlockPrecision)
         groups = [priors] if small else [[prior] for prior in priors]
-        scores = [score for group in groups for score in _nll(group, loader, posterior, survey, linearization)]
+        shown = tqdm(loader, desc="validation", disable=not progress, leave=False)
+        scores = [score for group in groups for score in _nll(group, shown, posterior, survey, linearization)]
         return min(zip(scores, priors, strict=True))[1]
 
     coarse = best([10.0**k for k in range(-4, 8)])

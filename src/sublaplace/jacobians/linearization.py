@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+from tqdm import tqdm
 
 from sublaplace.jacobians.blocks import Block, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
@@ -359,9 +360,14 @@ class Jacobians:
 
     linearization: Linearization
     inputs: Any
+    progress: bool = False
 
     def __iter__(self) -> Iterator[Jacobian]:
-        return self.linearization.chunks(self.inputs)
+        total = num_inputs(self.inputs)
+        with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
+            for jacobian in self.linearization.chunks(self.inputs):
+                yield jacobian
+                bar.update(jacobian.num_inputs)
 
     @property
     def num_rows(self) -> int:

@@ -166,8 +166,6 @@ class Reservoir:
 
     @property
     def inputs(self) -> Any:
-        if self._inputs is None:
-            raise ValueError("No training input counts (all weights are zero or all labels ignored).")
         return self._inputs
 
     @property

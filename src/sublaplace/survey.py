@@ -71,7 +71,7 @@ def survey_of(
     progress: bool,
 ) -> tuple[Survey, Reservoir | None]:
     """One forward pass over the data. `reservoir_for` C outputs gives what X′ is drawn into, if it is drawn."""
-    total, fixed = 0, 0.0
+    total, counted, fixed, largest = 0, 0.0, 0.0, 0.0
     residuals: Residuals | None = None
     reservoir = None
     for inputs, targets, weights in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
@@ -86,13 +86,25 @@ def survey_of(
         counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
             reservoir.add(inputs, None if counts is None else counts.amax(1) > 0)
+        counted += len(outputs) if counts is None else float(counts.amax(1).sum())
         if isinstance(likelihood, Gaussian):
             residuals = residuals.joined(Residuals.of(targets - outputs, weights))
+            largest = max(largest, float(outputs.abs().max()))
         else:
             each = likelihood.log_likelihood(outputs, targets)
             fixed += float((each if weights is None else each * weights.to(each)).sum())
         total += len(outputs)
     if residuals is None:
         raise ValueError("The loader is empty: there is nothing to fit.")
+    if not counted:
+        raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     survey = Survey(total, len(residuals.count), likelihood, estimated_noise, residuals, fixed)
-    return survey.with_estimated_noise(), reservoir
+    survey = survey.with_estimated_noise()
+    if estimated_noise is not None and isinstance(survey.likelihood, Gaussian):
+        rounding = 4 * torch.finfo(linearization.dtype).eps * largest
+        if min(survey.likelihood.stds) <= rounding:
+            raise ValueError(
+                "The training residuals are no larger than rounding, so no noise can be estimated from them; give "
+                "noise_std."
+            )
+    return survey, reservoir

@@ -57,16 +57,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_what(parser: argparse.ArgumentParser, nargs: str) -> None:
-    parser.add_argument("dataset", nargs=nargs, help=f"of {', '.join(RECIPES)}", metavar="dataset")
+    parser.add_argument("dataset", nargs=nargs, help=f"of {', '.join(RECIPES)}; or all", metavar="dataset")
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
     parser.add_argument("--first-seed", type=int, default=0)
 
 
 def _checked_names(options: argparse.Namespace) -> list[str]:
-    unknown = [name for name in options.dataset if name not in RECIPES]
+    names = list(RECIPES) if options.dataset == ["all"] else list(options.dataset)
+    unknown = [name for name in names if name not in RECIPES]
     if unknown:
-        raise SystemExit(f"error: unknown data set '{unknown[0]}'; choose of {', '.join(RECIPES)}.")
-    return list(options.dataset)
+        raise SystemExit(f"error: unknown data set '{unknown[0]}'; choose of {', '.join(RECIPES)}, or all.")
+    return names
 
 
 def _seeds(options: argparse.Namespace) -> range:

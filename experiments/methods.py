@@ -122,8 +122,8 @@ def outputs_of(network: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def feasible_projection(name: str, problem: Problem, dim: int) -> Projection:
-    """P of at most `dim` dimensions for one of `FEASIBLE`."""
-    context = replace(problem.context, dim=dim)
+    """P of at most `dim` dimensions for one of `FEASIBLE`, from nothing that was computed before."""
+    context = replace(problem.context, dim=dim, known={})
     with _expected_ranks():
         return _swag(context, problem) if name == "subset-swag" else PROJECTORS[name](context)
 
@@ -180,7 +180,7 @@ def reduced_posterior(problem: Problem, projection: Projection) -> SubspacePoste
         projection,
         reduced_ggn(context.stream, projection),
         projection.gram(),
-        context.stream.likelihood.curvature_scale,
+        context.stream.likelihood.curvature_scales,
         context.prior_precision,
     )
 
@@ -193,8 +193,8 @@ def exact_posterior(problem: Problem) -> Exact:
 
 
 def kfac_posterior(problem: Problem) -> BlockPrecision:
-    """The KFAC Laplace approximation over all parameters."""
-    return problem.context.kfac()
+    """The KFAC Laplace approximation over all parameters, from nothing that was computed before."""
+    return replace(problem.context, known={}).kfac()
 
 
 # Sweeps over s --------------------------------------------------------------------------------------------------------

@@ -118,8 +118,7 @@ class Results:
     def _apply_journal(self) -> None:
         length, text = self._journal.read_text().split("\n", 1)
         with open(self.path, "r+b") as file:
-            file.truncate(int(length))
-            file.seek(int(length))
+            file.seek(int(length))  # over whatever part of the rows is there already
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

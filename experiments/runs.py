@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from experiments.methods import (
     FEASIBLE,
     CertainSweep,
     Cost,
+    Exact,
     Problem,
     SubspaceSweep,
     Sweep,
@@ -37,7 +39,7 @@ from experiments.methods import (
 from experiments.recipes import RECIPES, Recipe
 from experiments.results import Job, Results, Row
 from experiments.training import held_out, trained_network
-from sublaplace import SubspaceLaplace, SubspacePosterior, metrics
+from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior, metrics
 from sublaplace.predictive import probit
 
 # Names beside those of the library's projectors.
@@ -109,10 +111,10 @@ def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
 def smoke(results: Results, cache: Path) -> int:
     """One tiny configuration of each kind, regression and (corrupted) classification; the number of results."""
     enb, mnist = RECIPES["enb"], RECIPES["mnist"]
-    tiny_enb = replace(enb, training=replace(enb.training, epochs=20), num_inputs=20, largest_dim=30, swag_snapshots=2)
-    run(tiny_enb, load("enb").cut(60, 30), range(ENSEMBLE_SIZE), results, cache)
-    tiny_mnist = replace(mnist, training=replace(mnist.training, epochs=1), num_inputs=6, largest_dim=40)
-    run(tiny_mnist, load("mnist").cut(96, 24), [0], results, cache, corruptions_of(mnist)[:2])
+    tiny_enb = replace(enb, training=replace(enb.training, epochs=20), num_inputs=10, largest_dim=20, swag_snapshots=2)
+    run(tiny_enb, load("enb").cut(40, 20), range(ENSEMBLE_SIZE), results, cache)
+    tiny = replace(mnist, training=replace(mnist.training, epochs=1), num_inputs=4, largest_dim=30, swag_snapshots=2)
+    run(tiny, load("mnist").cut(36, 12), [0], results, cache, corruptions_of(mnist)[:1])
     return len(results.rows())
 
 
@@ -178,15 +180,27 @@ class SeedRun:
                 self._finish(todo, name, main, problem, whole, cost)
             else:
                 inputs = self._draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
-                jacobians = problem.jacobians(inputs)
-                largest = max(self.recipe.dims(name))
-                projection, added = measured(lambda j=jacobians, d=largest: optimal_projection(exact, j, d))
-                posterior, fit = measured(lambda P=projection: reduced_posterior(problem, P))
-                sweep = SubspaceSweep(posterior, capped(self.recipe.dims(name), posterior.dim))
-                self._finish(todo, name, main, problem, sweep, cost.then(added), fit)
+                self._low_rank_job(todo, name, main, problem, exact, problem.jacobians(inputs), cost)
         for test_set in traces:
             scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
             self._write(todo, {self._job(test_set.name, FULL): scores}, cost, _precision_note(problem))
+
+    def _low_rank_job(
+        self,
+        todo: "_Todo",
+        name: str,
+        test_set: TestSet,
+        problem: Problem,
+        exact: Exact,
+        jacobians: Jacobians,
+        cost_of_exact: Cost,
+    ) -> None:
+        """P from the exact GGN and the given inputs; its cost includes that of the exact GGN."""
+        dims = self.recipe.dims(name)
+        projection, cost = measured(lambda: optimal_projection(exact, jacobians, max(dims)))
+        posterior, fit = measured(lambda: reduced_posterior(problem, projection))
+        sweep = _sweep_of(name, posterior, dims)
+        self._finish(todo, name, test_set, problem, sweep, cost_of_exact.then(cost), fit)
 
     def _reference_path(self, test_set: TestSet) -> Path:
         return self.cache / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
@@ -223,9 +237,9 @@ class SeedRun:
         if todo.has(self._job(main.name, KFAC)):
             todo.say(KFAC)
             kfac, cost = measured(lambda: kfac_posterior(self.problem))
-            sweep = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
+            whole = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
             extra = {"prior_precision": self._best_prior()}
-            self._finish(todo, KFAC, main, self.problem, sweep, cost, extra=extra)
+            self._finish(todo, KFAC, main, self.problem, whole, cost, extra=extra)
         if todo.has(self._job(main.name, MAP)):
             todo.say(MAP)
             self._finish(todo, MAP, main, self.problem, CertainSweep([0]), extra=self._facts_of_the_network())
@@ -354,7 +368,7 @@ class _Todo:
     """The jobs that are left, and the bar that shows them."""
 
     jobs: list[Job]
-    progress: "tqdm[object]"
+    progress: "tqdm[Any]"
 
     def has(self, job: Job) -> bool:
         return job in self.jobs

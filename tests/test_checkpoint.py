@@ -163,7 +163,8 @@ def test_a_stage_that_was_finished_is_skipped(tmp_path, eager_writes):
     whole, rest = passes_after_a_stop(tmp_path / "kept", PREAMBLE + BATCHES)
     directions = 2
     twice_for_p = 2 * N * 3  # all inputs are subspace inputs, with C rows each
-    assert whole - rest == N * directions + twice_for_p
+    for_the_summary = 16 * directions  # how far KFAC's traces are off, on a few inputs
+    assert whole - rest == N * directions + twice_for_p + for_the_summary
 
 
 def test_without_a_kill_a_checkpoint_changes_nothing(tmp_path):

@@ -162,9 +162,9 @@ def test_work_that_was_done_is_not_done_again(tmp_path, eager_writes):
 def test_a_stage_that_was_finished_is_skipped(tmp_path, eager_writes):
     whole, rest = passes_after_a_stop(tmp_path / "kept", PREAMBLE + BATCHES)
     directions = 2
-    twice_for_p = 2 * N * 3  # all inputs are subspace inputs, with C rows each
+    for_p = N * 3  # all inputs are subspace inputs, with C rows each
     for_the_summary = 16 * directions  # how far KFAC's traces are off, on a few inputs
-    assert whole - rest == N * directions + twice_for_p + for_the_summary
+    assert whole - rest == N * directions + for_p + for_the_summary
 
 
 def test_without_a_kill_a_checkpoint_changes_nothing(tmp_path):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
+from sublaplace.linalg import gram
 from sublaplace.parameters import Vectors
 from sublaplace.posterior import SubspacePosterior
-from sublaplace.precision import BlockPrecision, grouped_by_memory, outer_products, single
+from sublaplace.precision import BlockPrecision, grouped_by_memory, single
 from sublaplace.projection import Projection
 
 
@@ -133,10 +134,10 @@ class ComplementedPosterior:
         """Σ̃ over all inputs together: (nK, nK); one pass over them for each group of parameters whose rows fit."""
         total = self.inside.joint_covariance(jacobians)
         for group in grouped_by_memory(self.outside.layout, jacobians):
-            rows = []
+            parts: dict[str, list[Tensor]] = {name: [] for name in group}
             for jacobian in jacobians:
                 _, solved = self._inside_rows(jacobian)
-                parts = [self._outside_rows(name, jacobian, solved) for name in group]
-                rows.append(jacobian.require_finite(torch.cat(parts, dim=2).flatten(0, 1)))
-            total = total + outer_products(rows)
+                for name in group:
+                    parts[name].append(self._outside_rows(name, jacobian, solved).flatten(0, 1))
+            total = total + gram({name: torch.cat(rows) for name, rows in parts.items()})
         return total

@@ -48,19 +48,19 @@ _SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
 
 
 def gram(vectors: Vectors) -> Tensor:
-    """V Vᵀ of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²."""
-    total: Tensor | None = None
+    """V Vᵀ of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²/2."""
+    count = len(next(iter(vectors.values())))
+    total = torch.zeros((), dtype=torch.float64)
     for part in vectors.values():
         # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
-        for piece in part.split(_PIECE, dim=1):
-            exact = piece.double()
-            product = symmetric_product(exact)
-            total = product if total is None else total + product
-    assert total is not None
+        for piece in part.split(_columns_of_piece(count), dim=1):
+            total = symmetric_product(piece.double()) + total.to(piece.device)
     return total
 
 
-_PIECE = 2**16
+def _columns_of_piece(rows: int) -> int:
+    """How many columns to convert to float64 at a time: 16 MiB of them."""
+    return max(1, 2**21 // rows)
 
 
 def orthonormalised(vectors: Vectors) -> Vectors:
@@ -92,7 +92,8 @@ def gram_diagonal(vectors: Vectors) -> Tensor:
 def _applied(matrix: Tensor, part: Tensor) -> Tensor:
     """matrix @ part in float64, stored in the part's dtype, a piece at a time."""
     result = torch.empty_like(part)
-    for start in range(0, part.shape[1], _PIECE):
-        columns = slice(start, start + _PIECE)
+    width = _columns_of_piece(len(part))
+    for start in range(0, part.shape[1], width):
+        columns = slice(start, start + width)
         result[:, columns] = (matrix @ part[:, columns].double()).to(part.dtype)
     return result

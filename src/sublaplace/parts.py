@@ -20,7 +20,10 @@ class Part(Protocol):
     def matmul(self, vectors: Tensor, prior: float) -> Tensor: ...
 
     def whiten(self, block: Block, prior: float) -> Tensor:
-        """B (n, K, size) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ for this parameter's J."""
+        """B = J F (n, K, size) with a root F Fᵀ = (GGN + λ)⁻¹, for this parameter's J."""
+
+    def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
+        """F v for vectors (r, size), with the root F of `whiten`."""
 
     def covariance(self, block: Block, prior: float) -> Tensor: ...
 
@@ -58,6 +61,9 @@ class DiagonalPart:
     def whiten(self, block: Block, prior: float) -> Tensor:
         return block.rows() * (self.diagonal + prior).rsqrt()
 
+    def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
+        return vectors * (self.diagonal + prior).rsqrt()
+
     def covariance(self, block: Block, prior: float) -> Tensor:
         return inner_products(self.whiten(block, prior))
 
@@ -65,7 +71,7 @@ class DiagonalPart:
         return self.whiten(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        return noise * (self.diagonal + prior).rsqrt()
+        return self.unwhiten(noise, prior)
 
     def eigenvalues(self) -> Tensor:
         return self.diagonal
@@ -97,6 +103,9 @@ class DensePart:
 
     def whiten(self, block: Block, prior: float) -> Tensor:
         return (block.rows() @ self.vectors) * (self.values + prior).rsqrt()
+
+    def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
+        return (vectors * (self.values + prior).rsqrt()) @ self.vectors.T
 
     def covariance(self, block: Block, prior: float) -> Tensor:
         return inner_products(self.whiten(block, prior))
@@ -139,18 +148,24 @@ class KroneckerPart:
     def _stored(self, matrices: Tensor) -> Tensor:
         return matrices.transpose(-1, -2) if self.transposed else matrices
 
-    def _rotated(self, vectors: Tensor) -> Tensor:
+    def _as_maps(self, vectors: Tensor) -> Tensor:
+        """Vectors (r, size) as maps (r, G, O, I)."""
+        (G, O), I = self.output_values.shape, self.input_values.shape[1]
+        return self._stored(vectors.reshape(-1, G, *((I, O) if self.transposed else (O, I))))
+
+    def _into_eigenbasis(self, vectors: Tensor) -> Tensor:
         """Vectors (r, size) in the eigenbasis, as maps (r, G, O, I)."""
-        shape = self._stored(self._products).shape
-        maps = self.output_vectors.transpose(1, 2) @ self._stored(vectors.reshape(-1, *shape))
+        maps = self.output_vectors.transpose(1, 2) @ self._as_maps(vectors)
         return maps if self.input_vectors is None else maps @ self.input_vectors
+
+    def _from_eigenbasis(self, maps: Tensor) -> Tensor:
+        if self.input_vectors is not None:
+            maps = maps @ self.input_vectors.transpose(1, 2)
+        return self._stored(self.output_vectors @ maps).reshape(len(maps), -1)
 
     def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
         """Into the eigenbasis, times the factors, and back."""
-        maps = self._rotated(vectors) * factors
-        if self.input_vectors is not None:
-            maps = maps @ self.input_vectors.transpose(1, 2)
-        return self._stored(self.output_vectors @ maps).reshape(len(vectors), -1)
+        return self._from_eigenbasis(self._into_eigenbasis(vectors) * factors)
 
     def solve(self, vectors: Tensor, prior: float) -> Tensor:
         return self._transformed(vectors, 1 / (self._products + prior))
@@ -165,7 +180,10 @@ class KroneckerPart:
                 "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
             )
         rows = block.rotated_rows(self.input_vectors, self.output_vectors)
-        return rows * (self.eigenvalues() + prior).rsqrt()
+        return rows.mul_((self.eigenvalues() + prior).rsqrt())  # these rows are nobody else's
+
+    def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
+        return self._from_eigenbasis(self._as_maps(vectors) * (self._products + prior).rsqrt())
 
     def _root(self, block: Block, prior: float) -> Tensor:
         """B (n, K, ·) with B Bᵀ = J (GGN + λ)⁻¹ Jᵀ, as narrow as possible."""
@@ -190,7 +208,7 @@ class KroneckerPart:
         return self._stored(self._products).reshape(-1)
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        return self._stored(self._rotated(vectors)).reshape(len(vectors), -1)
+        return self._stored(self._into_eigenbasis(vectors)).reshape(len(vectors), -1)
 
     def scaled(self, factor: float) -> "KroneckerPart":
         return replace(self, output_values=self.output_values * factor)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
-from sublaplace.linalg import cholesky, symmetric_product
+from sublaplace.linalg import cholesky, gram
 from sublaplace.parameters import ParameterLayout, Vectors
 from sublaplace.parts import DiagonalPart, Part, inner_products
 
@@ -95,20 +95,29 @@ class BlockPrecision:
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         """As in `Precision`; the Jacobians are run through once for each group of parameters whose whitened rows
         fit."""
-        total = torch.zeros((), dtype=torch.float64, device=jacobians.device)
-        for group in grouped_by_memory(self.layout, jacobians):
-            rows: list[Tensor] = []
-            for jacobian in jacobians:
-                n, K = jacobian.num_inputs, jacobian.num_rows
-                whitened = [
-                    self.parts[name].whiten(jacobian.blocks[name], self.prior_precision)
-                    if name in jacobian.blocks
-                    else jacobian.outputs.new_zeros(n, K, self.layout.sizes[name])
-                    for name in group
-                ]
-                rows.append(jacobian.require_finite(torch.cat(whitened, dim=2).flatten(0, 1)))
-            total = total + outer_products(rows)
-        return total
+        products = (gram(self._whitened(jacobians, group)) for group in grouped_by_memory(self.layout, jacobians))
+        return torch.stack(list(products)).sum(0)
+
+    def whitened(self, jacobians: Jacobians) -> Vectors | None:
+        """B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) for each parameter; None if it exceeds the memory budget."""
+        groups = grouped_by_memory(self.layout, jacobians)
+        return self._whitened(jacobians, groups[0]) if len(groups) == 1 else None
+
+    def unwhitened(self, vectors: Vectors) -> Vectors:
+        """Λ^(−½) v, with the root that `whitened` uses: Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u."""
+        return {name: part.unwhiten(vectors[name], self.prior_precision) for name, part in self.parts.items()}
+
+    def _whitened(self, jacobians: Jacobians, names: list[str]) -> Vectors:
+        count, like = jacobians.num_rows, torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
+        rows = {name: like.new_zeros(count, self.layout.sizes[name]) for name in names}
+        start = 0
+        for jacobian in jacobians:
+            stop = start + jacobian.num_inputs * jacobian.num_rows
+            for name in rows.keys() & jacobian.blocks.keys():
+                whitened = self.parts[name].whiten(jacobian.blocks[name], self.prior_precision)
+                rows[name][start:stop] = jacobian.require_finite(whitened).flatten(0, 1)
+            start = stop
+        return rows
 
     def log_determinant(self) -> Tensor:
         return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
@@ -154,18 +163,6 @@ def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[lis
         groups[-1].append(name)
         used += size
     return groups
-
-
-def outer_products(rows: list[Tensor], columns: int = 2**14) -> Tensor:
-    """R Rᵀ in float64 for rows given in pieces, some columns at a time."""
-    total: Tensor | None = None
-    width = rows[0].shape[1]
-    for start in range(0, width, columns):
-        piece = torch.cat([part[:, start : start + columns].double() for part in rows])
-        product = symmetric_product(piece)
-        total = product if total is None else total.add_(product)
-    assert total is not None
-    return total
 
 
 def _dense_rows(jacobians: Jacobians) -> Tensor:

@@ -241,15 +241,18 @@ class OuterBlock:
             a, g = self.rotated(into_inputs, into_outputs)
             maps = g.unsqueeze(-1) * a.unsqueeze(1).unsqueeze(3)
             return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
-        block = self
-        inputs_first = self.positions < self.num_rows * self.fan_out
-        if inputs_first:
-            turned = (torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs) for use in self.uses)
-            uses = tuple(replace(use, inputs=a) for use, a in zip(self.uses, turned, strict=True))
-            block = replace(self, uses=uses)
-        maps = into_outputs.transpose(1, 2) @ block._maps_of_rows()
-        if not inputs_first:
+        # Each side is turned before or after the sum over the positions, whichever has fewer columns.
+        turns_inputs, turns_outputs = self.positions < self.num_rows * self.fan_out, self.positions < self.fan_in
+        uses = self.uses
+        if turns_inputs:
+            uses = tuple(replace(u, inputs=torch.einsum("gij,ngit->ngjt", into_inputs, u.inputs)) for u in uses)
+        if turns_outputs:
+            uses = tuple(replace(u, gradients=tuple(_turned(g, into_outputs) for g in u.gradients)) for u in uses)
+        maps = replace(self, uses=uses)._maps_of_rows()
+        if not turns_inputs:
             maps = maps @ into_inputs
+        if not turns_outputs:
+            maps = into_outputs.transpose(1, 2) @ maps
         return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
 
     def input_moment(self, weights: Tensor | None = None) -> Tensor:
@@ -303,6 +306,11 @@ def _second_moment(factor: Tensor) -> Tensor:
     if T < F or factor.stride(0) == T:
         return symmetric_product(factor.permute(1, 2, 0, 3).flatten(2))
     return (factor @ factor.transpose(-1, -2)).sum(0)
+
+
+def _turned(gradient: Tensor, basis: Tensor) -> Tensor:
+    """Qᵀ g for g (n, G, O, T) and Q (G, O, O)."""
+    return (gradient.transpose(2, 3) @ basis).transpose(2, 3)
 
 
 def _beside(gradients: tuple[Tensor, ...]) -> Tensor:

@@ -26,7 +26,8 @@ from sublaplace.jacobians.plan import (
 )
 from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
 
-_USEFUL_CHUNK = 256 * 2**20  # bytes; larger chunks leave the caches and are not faster
+_USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
+_LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
 
@@ -54,6 +55,9 @@ class Linearization:
         self.layout = ParameterLayout.of(self.model)
         self._parameters = self.layout.parameters(self.model)
         self._names = {id(p): name for name, p in self._parameters.items()}
+        # glibc gives freed blocks back to the system, and takes a page fault for every page when the next chunk needs
+        # them again, until a large one has been freed; from then on it keeps twice that size.
+        torch.empty(_LARGEST_KEPT_BLOCK, dtype=torch.uint8)
         # oneDNN's convolutions, which are the ones that gain from this order, are those of float32 on a CPU.
         self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
 

@@ -38,8 +38,8 @@ def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool 
 def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
     """A bias is a map whose input is 1 at every position: gradients K times (n, 1, O, T)."""
     n, positions = len(source), gradients[0].shape[3] if gradients else 1
-    ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
-    return _outer(ones.expand(n, 1, 1, positions), gradients, outputs)
+    ones = torch.ones(n, 1, 1, positions, dtype=gradients[0].dtype if gradients else None, device=source.device)
+    return _outer(ones, gradients, outputs)
 
 
 def _positions(gradient: Tensor) -> Tensor:
@@ -154,7 +154,10 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
 
         def grouped(gradient: Tensor, parts: int) -> Tensor:
             """(n, M, O, *spatial) → (n, G, O/G, positions); M inputs of the call belong to one input x."""
-            return gradient.flatten(3).transpose(1, 2).flatten(2).unflatten(1, (parts, -1))
+            n, inner, outputs = gradient.shape[:3]
+            if inner > 1:
+                gradient = gradient.flatten(3).transpose(1, 2)
+            return gradient.reshape(n, parts, outputs // parts, -1)
 
         def build_weight(x: Tensor, gradients: Gradients) -> Block:
             n, inner = x.shape[:2]

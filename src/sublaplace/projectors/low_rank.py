@@ -3,11 +3,13 @@
 import warnings
 
 import torch
+from torch import Tensor
 
 from sublaplace.jacobians import Jacobians
-from sublaplace.linalg import dominant_eigenvectors, orthonormalised
+from sublaplace.linalg import dominant_eigenvectors, gram, orthonormalised
 from sublaplace.memory import require
-from sublaplace.precision import Precision
+from sublaplace.parameters import Vectors
+from sublaplace.precision import BlockPrecision, Precision
 from sublaplace.projection import Basis
 
 
@@ -19,8 +21,10 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     choice. Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and
     then orthonormalised; every leading span is kept.
 
-    Cost: two passes over X′ with C backward passes an input, (nC)²·p for M, (nC)³ for its eigenvectors,
-    nC·p·s for P; memory (nC)² + p·s.
+    Where the rows B = J Ψ^½ fit into the memory budget they are kept, and P = Ψ^½ Bᵀ U_s needs no second pass.
+
+    Cost: one pass over X′ (two if B does not fit) with C backward passes an input, (nC)²·p/2 for M, (nC)³ for its
+    eigenvectors, nC·p·s for P; memory (nC)² + p·s, and nC·p if that fits.
     """
     require(
         3 * 8 * jacobians.num_rows**2,
@@ -28,7 +32,8 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
         f"The covariance of the {jacobians.num_rows:,} outputs of the subspace inputs, and its eigenvectors,",
         "Choose a smaller num_subspace_inputs, or give fewer subspace_inputs.",
     )
-    M = precision.joint_covariance(jacobians)
+    rows = precision.whitened(jacobians) if isinstance(precision, BlockPrecision) else None
+    M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
     values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))
     if not len(values):
         raise ValueError(
@@ -41,14 +46,22 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
             stacklevel=2,
         )
     weights = (U / values.sqrt()).to(jacobians.dtype)
-    layout = jacobians.linearization.layout
-    vectors = layout.zeros(len(values), weights)
+    if isinstance(precision, BlockPrecision) and rows is not None:
+        vectors = precision.unwhitened({name: weights.T @ rows.pop(name) for name in tuple(rows)})
+    else:
+        vectors = precision.solve(_transpose_products(jacobians, weights))
+    return Basis(jacobians.linearization.layout, orthonormalised(vectors))
+
+
+def _transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:
+    """Jᵀ U for U (nC, r), by a pass over the Jacobians."""
+    vectors = jacobians.linearization.layout.zeros(weights.shape[1], weights)
     start = 0
     for jacobian in jacobians:
         n, K = jacobian.num_inputs, jacobian.num_rows
         jacobian.add_transpose_matmul(weights[start : start + n * K].view(n, K, -1), vectors)
         start += n * K
-    return Basis(layout, orthonormalised(precision.solve(vectors)))
+    return vectors
 
 
 def rank_tolerance(size: int, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""The command line of the experiments: ``python -m experiments list | train | run | report``."""
+"""The command line of the experiments: ``python -m experiments list | train | run | beyond | report``."""
 
 import argparse
 import os
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--results", type=Path, default=RESULTS)
     run.add_argument("--smoke", action="store_true", help="tiny cuts of two data sets, into a temporary file")
     run.set_defaults(command=_run)
+
+    beyond = commands.add_parser("beyond", help="KFAC outside of the subspace, after `run`")
+    _add_what(beyond, nargs="+")
+    beyond.add_argument("--results", type=Path, default=RESULTS)
+    beyond.set_defaults(command=_beyond)
 
     report = commands.add_parser("report", help="tables and figures from the results")
     report.add_argument("--results", type=Path, default=RESULTS)
@@ -112,6 +117,14 @@ def _run(options: argparse.Namespace) -> None:
         corruptions = runs.corruptions_of(RECIPES[name])
         results = Results(options.results)
         runs.run(RECIPES[name], datasets.load(name), _seeds(options), results, CACHE, corruptions)
+
+
+def _beyond(options: argparse.Namespace) -> None:
+    from experiments import beyond
+    from experiments.results import Results
+
+    for name in _checked_names(options):
+        beyond.run(RECIPES[name], datasets.load(name), _seeds(options), Results(options.results), CACHE)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -124,18 +124,18 @@ def outputs_of(network: nn.Module, inputs: Tensor) -> Tensor:
 def feasible_projection(name: str, problem: Problem, dim: int) -> Projection:
     """P of at most `dim` dimensions for one of `FEASIBLE`, from nothing that was computed before."""
     context = replace(problem.context, dim=dim, known={})
-    with _expected_ranks():
+    with expected_ranks():
         return _swag(context, problem) if name == "subset-swag" else PROJECTORS[name](context)
 
 
 def optimal_projection(exact: Exact, jacobians: Jacobians, dim: int) -> Projection:
     """P of Theorem 1 for these Jacobians: those of the test inputs for the baseline, of X′ for lowrank-ggn."""
-    with _expected_ranks():
+    with expected_ranks():
         return low_rank(jacobians, exact, dim)
 
 
 @contextmanager
-def _expected_ranks() -> Iterator[None]:
+def expected_ranks() -> Iterator[None]:
     # A rank below the largest s of the grid is no surprise here; the results note it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dim=.* is above the numerical rank")

@@ -163,7 +163,7 @@ class SeedRun:
     def _exact_jobs(self, todo: "_Todo") -> None:
         main, *corrupted = self.test_sets
         wanted = [name for name in EXACT if todo.has(self._job(main.name, name))]
-        missing = [s for s in self.test_sets if todo.on(s.name) and self._kept_reference(s) is None]
+        missing = [s for s in self.test_sets if todo.on(s.name) and self.reference(s) is None]
         traces = [s for s in corrupted if todo.has(self._job(s.name, FULL))]
         if not (wanted or missing or traces):
             return
@@ -172,14 +172,14 @@ class SeedRun:
         exact, cost = measured(lambda: exact_posterior(problem))
         whole = WholeSweep(exact, [problem.linearization.layout.num_parameters])
         for test_set in missing:
-            (joint,) = whole.joint_covariances(problem.jacobians(self._draw(test_set)))
+            (joint,) = whole.joint_covariances(problem.jacobians(self.draw(test_set)))
             self._keep_reference(test_set, joint)
         for name in wanted:
             todo.say(name)
             if name == FULL:
                 self._finish(todo, name, main, problem, whole, cost)
             else:
-                inputs = self._draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
+                inputs = self.draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
                 self._low_rank_job(todo, name, main, problem, exact, problem.jacobians(inputs), cost)
         for test_set in traces:
             scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
@@ -209,7 +209,7 @@ class SeedRun:
         facts = (self.recipe.training_fingerprint(), self.recipe.prior_precision, self.recipe.num_inputs)
         return {"facts": json.dumps(facts)}
 
-    def _kept_reference(self, test_set: TestSet) -> Tensor | None:
+    def reference(self, test_set: TestSet) -> Tensor | None:
         """Σ of the full Laplace approximation for the drawn inputs, (nC, nC), if it was computed before."""
         path = self._reference_path(test_set)
         if not path.exists():
@@ -325,14 +325,14 @@ class SeedRun:
 
     # Scores and rows
 
-    def _draw(self, test_set: TestSet) -> Tensor:
+    def draw(self, test_set: TestSet) -> Tensor:
         """The test inputs on which posteriors are compared with the full one; the same ones of every corruption."""
         return test_set.inputs[drawn(len(test_set.inputs), self.recipe.num_inputs, self.problem.seed, "test inputs")]
 
     def _approximation(self, test_set: TestSet, problem: Problem, sweep: Sweep) -> dict[int, Scores]:
-        reference = self._kept_reference(test_set)
+        reference = self.reference(test_set)
         assert reference is not None, "the exact jobs leave a reference"
-        return approximation_scores(problem, self._draw(test_set), sweep, reference)
+        return approximation_scores(problem, self.draw(test_set), sweep, reference)
 
     def _finish(
         self,
@@ -358,7 +358,7 @@ class SeedRun:
         self._write(todo, {self._job(test_set.name, name): scores}, cost, note)
 
     def _write(self, todo: "_Todo", jobs: dict[Job, dict[int, Scores]], cost: Cost | None, note: str) -> None:
-        rows = [row for job, scores in jobs.items() for row in _rows_of(job, scores, cost, note)]
+        rows = [row for job, scores in jobs.items() for row in rows_of(job, scores, cost, note)]
         self.results.add(rows)
         todo.finished(jobs)
 
@@ -390,7 +390,7 @@ def _sweep_of(name: str, posterior: SubspacePosterior, dims: list[int]) -> Subsp
     return SubspaceSweep(posterior, [posterior.dim] if name == "last-layer" else capped(dims, posterior.dim))
 
 
-def _rows_of(job: Job, scores: dict[int, Scores], cost: Cost | None, note: str) -> list[Row]:
+def rows_of(job: Job, scores: dict[int, Scores], cost: Cost | None, note: str) -> list[Row]:
     return [
         Row(
             job.dataset,
@@ -431,7 +431,7 @@ def _run_ensemble(
         else:
             deviations = [Problem(recipe, dataset, network, 0).noise_std for network in networks]
             scores = mixture_scores(outputs, torch.tensor(deviations, dtype=torch.float64), test_set.targets)
-        results.add(_rows_of(job, {0: scores}, None, f"{len(networks)} networks, one a seed"))
+        results.add(rows_of(job, {0: scores}, None, f"{len(networks)} networks, one a seed"))
 
 
 def mixture_scores(means: Tensor, deviations: Tensor, targets: Tensor) -> Scores:

@@ -1,5 +1,6 @@
 """Jacobian blocks: `rows()` against a loop over the definition, every product against `rows()`."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -21,6 +22,26 @@ def outer_block(n=3, K=2, G=1, O=4, I=5, T=1, transposed=False, seed=0):
 def twice(first, second):
     """A map that is called twice."""
     return OuterBlock((*first.uses, *second.uses), first.num_rows, first.transposed)
+
+
+def positions_first(block):
+    """The same block with gradients that hold the outputs innermost, as convolutions that run channels last leave them,
+    and inputs that hold a feature of all inputs together, as patches are made."""
+    uses = tuple(
+        replace(
+            use,
+            inputs=use.inputs.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+            gradients=tuple(g.transpose(2, 3).contiguous().transpose(2, 3) for g in use.gradients),
+        )
+        for use in block.uses
+    )
+    return replace(block, uses=uses)
+
+
+def bias_block(n=3, K=2, O=20, T=6):
+    gradients = randn(n, K, 1, O, T).unbind(1)
+    ones = torch.ones(1, dtype=torch.float64).expand(n, 1, 1, T)
+    return OuterBlock((OuterUse(ones, gradients, O, is_bias=True),), K)
 
 
 def embedding_block(n=3, K=2, T=4, D=5, num_rows=4, seed=0):
@@ -71,6 +92,14 @@ FORMS |= {
     "outer, called twice at one position": twice(outer_block(), outer_block(seed=5)),
     "outer, grouped, called twice": twice(outer_block(G=3, O=4, I=3, T=2), outer_block(G=3, O=4, I=3, T=3, seed=5)),
     "transposed outer, called twice": twice(outer_block(T=2, transposed=True), outer_block(T=9, seed=5)),
+    "outer, positions first in memory": positions_first(outer_block(T=6)),
+    "outer, wide, positions first in memory": positions_first(outer_block(T=6, O=3, I=40)),
+    "outer, grouped, positions first in memory": positions_first(outer_block(G=3, T=6)),
+    "outer, called twice, positions first in memory": positions_first(
+        twice(outer_block(T=2), outer_block(T=3, seed=5))
+    ),
+    "bias": bias_block(),
+    "bias, one position": bias_block(T=1),
     "embedding": embedding_block(),
     "embedding, one position": embedding_block(T=2, n=2),
     "rows": RowBlock(randn(3, 2, 20)),
@@ -140,18 +169,26 @@ def test_both_orders_of_contraction_give_the_same_product(form, count, factors_f
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("T", [1, 4, 9])  # few positions turn the inputs first, many the rows
+@pytest.mark.parametrize("T", [1, 3, 5, 9])  # turned first: both sides, or the inputs, or none
 @pytest.mark.parametrize("calls", [1, 2])
-def test_rotated_rows_are_the_rows_in_other_bases(T, transposed, calls):
-    block = outer_block(G=2, O=3, I=4, T=T, transposed=transposed)
+@pytest.mark.parametrize("memory", [lambda block: block, positions_first], ids=["as made", "positions first"])
+def test_rotated_rows_are_the_rows_in_other_bases(T, transposed, calls, memory):
+    block = memory(outer_block(G=2, O=3, I=4, T=T, transposed=transposed))
     if calls == 2:
-        block = twice(block, outer_block(G=2, O=3, I=4, T=2, seed=5))
+        block = twice(block, memory(outer_block(G=2, O=3, I=4, T=2, seed=5)))
     into_inputs, into_outputs = torch.linalg.qr(randn(2, 4, 4))[0], torch.linalg.qr(randn(2, 3, 3))[0]
     stored = block.rows().unflatten(2, (2, 4, 3) if transposed else (2, 3, 4))
     maps = stored.transpose(3, 4) if transposed else stored
     expected = torch.einsum("gop,nkgoi,gij->nkgpj", into_outputs, maps, into_inputs)
     expected = (expected.transpose(3, 4) if transposed else expected).flatten(2)
     assert close(block.rotated_rows(into_inputs, into_outputs), expected)
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_rotated_rows_of_a_bias_are_its_rows_in_other_bases(T):
+    block = bias_block(T=T)
+    into_inputs, into_outputs = -torch.ones(1, 1, 1, dtype=torch.float64), torch.linalg.qr(randn(1, 20, 20))[0]
+    assert close(block.rotated_rows(into_inputs, into_outputs), -block.rows() @ into_outputs[0])
 
 
 def test_rotated_rows_of_an_embedding_are_its_rows_in_another_output_basis():
@@ -214,8 +251,9 @@ def test_several_uses_of_a_parameter_add_up(blocks, kind):
 
 
 @pytest.mark.parametrize("T", [2, 5, 30])  # fewer and more positions than channels
-def test_moments_of_several_calls_add_up(T):
-    first, second = outer_block(G=2, T=T), outer_block(G=2, T=3, seed=5)
+@pytest.mark.parametrize("memory", [lambda block: block, positions_first], ids=["as made", "positions first"])
+def test_moments_of_several_calls_add_up(T, memory):
+    first, second = memory(outer_block(G=2, T=T)), memory(outer_block(G=2, T=3, seed=5))
     both = twice(first, second)
     assert close(both.input_moment(), torch.einsum("ngit,ngjt->gij", both.inputs, both.inputs))
     assert close(both.gradient_moment(), torch.einsum("nkgot,nkgpt->gop", both.gradients, both.gradients))

@@ -13,7 +13,7 @@ from torch.autograd.functional import hessian
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
-from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, isotropic_precision
+from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, isotropic_precision, low_rank
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn
 from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.projection import Basis, Subset
@@ -101,7 +101,9 @@ def case_of(network, dtype, precision):
 
 
 COMBINATIONS = [(network, torch.float64, precision) for network in NETWORKS for precision in PRECISIONS]
-COMBINATIONS += [(network, torch.float32, precision) for network in ("mlp", "embedding") for precision in PRECISIONS]
+COMBINATIONS += [
+    (network, torch.float32, precision) for network in ("mlp", "paper-cnn", "embedding") for precision in PRECISIONS
+]
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda c: f"{c[0]}-{str(c[1])[6:]}-{c[2]}", scope="module")
@@ -183,6 +185,28 @@ def test_covariances_do_not_depend_on_the_memory_budget(name):
     jacobians = Jacobians(small, new)
     assert [jacobian.num_inputs for jacobian in jacobians] == [1, 1, 1]
     assert close(precision.joint_covariance(jacobians), expected, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("name", ["isotropic", "diagonal", "kfac", "kfac-reduce"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_whitened_rows_give_the_covariance_and_turn_back_into_solved_jacobians(network, name):
+    case = case_of(network, torch.float64, name)
+    layout = case.precision.layout
+    rows = case.precision.whitened(case.jacobians)
+    flat = layout.flatten(rows)
+    assert close(flat @ flat.T, case.covariance, 10 * case.tolerance)
+    solved = layout.flatten(case.precision.unwhitened(rows))
+    assert close(solved, torch.linalg.solve(case.matrix, case.rows.T).T, 100 * case.tolerance)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "kfac"])
+def test_a_subspace_does_not_depend_on_whether_the_whitened_rows_fit_into_memory(name):
+    stream, new, _ = stream_of("paper-cnn", torch.float64)
+    precision = PRECISIONS[name](stream, PRIOR)
+    small = Jacobians(Linearization(stream.linearization.model, memory_budget=1), new)
+    assert precision.whitened(small) is None
+    one, other = (low_rank(j, precision, 5).matrix() for j in (Jacobians(stream.linearization, new), small))
+    assert close((one.T @ other).abs(), torch.eye(5), 1e-8)
 
 
 # Projectors -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from dense_reference import dense_jacobian
 from networks import NETWORKS, make
 from torch import nn
@@ -85,6 +86,86 @@ class Random(nn.Module):
 def test_randomness_in_eval_mode_is_refused():
     with pytest.raises(ValueError, match="randomness"):
         Linearization(Random().double()).jacobian(torch.randn(5, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_row_by_row_gives_the_rows_of_the_whole_jacobian(name):
+    model, inputs = make(name, 5)
+    linearization = Linearization(model)
+    whole = linearization.jacobian(inputs)
+    single = list(linearization.row_by_row(inputs))
+    assert [jacobian.num_rows for jacobian in single] == [1] * whole.num_rows
+    assert [jacobian.repeats_inputs for jacobian in single] == [False] + [True] * (whole.num_rows - 1)
+    rows = torch.stack([jacobian.dense_rows() for jacobian in single], dim=1).flatten(0, 1)
+    assert torch.allclose(rows, whole.dense_rows(), rtol=1e-12, atol=1e-12)
+
+
+def test_row_by_row_without_rows_gives_one_jacobian_that_holds_the_inputs():
+    model, inputs = make("paper-cnn", 5)
+    (jacobian,) = Linearization(model).row_by_row(inputs, torch.zeros(5, 0, 3, dtype=torch.float64))
+    assert jacobian.num_rows == 0
+    assert not jacobian.repeats_inputs
+    assert jacobian.blocks["first.weight"].num_terms() > 0
+
+
+class Viewed(nn.Module):
+    """Works in the usual memory order only: `view` refuses others."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3)
+        self.head = nn.Linear(3 * 16, 2)
+        self.strides = []
+
+    def forward(self, x):
+        x = self.convolution(x)
+        self.strides.append(x.stride())
+        return self.head(x.view(len(x), -1).tanh())
+
+
+def test_convolutions_run_channels_last_unless_the_network_cannot():
+    torch.manual_seed(0)
+    model, inputs = Viewed(), torch.randn(4, 2, 6, 6)
+    rows = Linearization(model).jacobian(inputs).dense_rows()
+    expected = dense_jacobian(model, inputs)
+    assert (rows - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+    assert model.strides[0] == (48, 1, 12, 3)  # tried
+    assert model.strides[1] == (48, 16, 4, 1)  # and given up
+
+
+class PooledActivations(nn.Module):
+    """ReLU before max pooling in many forms, with equal values, zeros and a second use of the ReLU's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 3, 3, padding=1)
+        self.head = nn.Linear(3 * 30, 2)
+
+    def forward(self, x):
+        x = self.convolution(x)
+        y = F.relu(x)
+        pooled = [
+            F.max_pool2d(y, 2),
+            nn.MaxPool2d(3, stride=2, padding=1)(y),
+            torch.max_pool2d(torch.relu(x), 2, 2, 0, 1, True),
+            F.max_pool2d(input=x.relu(), kernel_size=2, return_indices=True)[0],
+            F.max_pool1d(F.relu(x.flatten(2)), 8).unsqueeze(3),
+        ]
+        return self.head(torch.cat([p.flatten(2) for p in pooled] + [y.mean((2, 3)).unsqueeze(2)], dim=2).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_relu_before_max_pooling_gets_the_same_outputs_and_gradients_as_by_plain_differentiation(dtype):
+    torch.manual_seed(0)
+    model = PooledActivations().to(dtype)
+    inputs = torch.randint(-1, 2, (6, 1, 5, 5)).to(dtype)  # many equal values
+    inputs[0] = 0
+    linearization = Linearization(model)
+    expected = dense_jacobian(model, inputs)
+    rows = linearization.jacobian(inputs).dense_rows()
+    assert (rows - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    assert torch.allclose(linearization.outputs(inputs), model(inputs), rtol=TOLERANCE[dtype])
+    assert not linearization.unusual_parameters()
 
 
 @pytest.mark.parametrize("budget", [1, 10_000, 10**9])

@@ -35,6 +35,8 @@ def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple
 def symmetric_product(factor: Tensor) -> Tensor:
     """F Fᵀ of factors (…, r, m): (…, r, r), without forming both triangles. Cost: about r²·m/2 where r is large."""
     size = factor.shape[-2]
+    if size <= _SMALLEST_STRIP:
+        return factor @ factor.mT
     result = factor.new_empty(*factor.shape[:-1], size)
     step = max(_SMALLEST_STRIP, -(-size // 8))
     for start in range(0, size, step):

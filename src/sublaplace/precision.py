@@ -117,6 +117,7 @@ class BlockPrecision:
                 whitened = self.parts[name].whiten(jacobian.blocks[name], self.prior_precision)
                 rows[name][start:stop] = jacobian.require_finite(whitened).flatten(0, 1)
             start = stop
+            del jacobian  # or it would stand in memory beside the next one
         return rows
 
     def log_determinant(self) -> Tensor:

@@ -77,7 +77,7 @@ def survey_of(
     for inputs, targets, weights in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
         inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
         if total == 0:
-            linearization.chunk_size(inputs)  # probes the network
+            linearization.look_at(inputs)  # probes the network
         outputs = linearization.outputs(inputs)
         likelihood.check_targets(outputs, targets)
         if residuals is None:

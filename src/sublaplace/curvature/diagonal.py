@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Jacobian
+from sublaplace.jacobians.jacobian import require_finite_sum
 from sublaplace.parts import DiagonalPart, Part
 from sublaplace.precision import BlockPrecision
 
@@ -17,7 +18,7 @@ class _SquaredRows:
 
     def add(self, jacobian: Jacobian) -> None:
         for name, block in jacobian.blocks.items():
-            self.sums[name] += jacobian.require_finite(block.squared_sum())
+            self.sums[name] += block.squared_sum()
 
     def tensors(self) -> dict[str, Tensor]:
         return self.sums
@@ -36,6 +37,8 @@ def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecis
     squares = _SquaredRows(
         {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in layout.sizes.items()}
     )
-    stream.accumulate("diagonal GGN", squares)
+    stream.accumulate("diagonal GGN", squares, row_by_row=True)
+    for name, value in squares.sums.items():
+        require_finite_sum(name, value)
     parts: dict[str, Part] = {name: DiagonalPart(value.to(dtype)) for name, value in squares.sums.items()}
     return BlockPrecision(layout, parts, prior_precision).scaled(stream.scale)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Block, EmbeddingBlock, Jacobian, OuterBlock
+from sublaplace.jacobians.jacobian import require_finite_sum
 from sublaplace.memory import require
 from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.precision import BlockPrecision
@@ -53,8 +54,7 @@ class _LayerSums:
         moments: dict[tuple[object, ...], Tensor] = {}
         for name, block in jacobian.blocks.items():
             if isinstance(block, OuterBlock | EmbeddingBlock) and name not in self.dense:
-                self._add_kronecker(name, block, moments, jacobian.weights)
-                jacobian.require_finite(self.kronecker[name].gradients)
+                self._add_kronecker(name, block, moments, jacobian)
             elif name in self.kronecker:
                 raise ValueError(
                     f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
@@ -62,34 +62,33 @@ class _LayerSums:
                 )
             else:
                 self._add_dense(name, block)
-                jacobian.require_finite(self.dense[name])
 
     def _add_kronecker(
         self,
         name: str,
         block: OuterBlock | EmbeddingBlock,
         moments: dict[tuple[object, ...], Tensor],
-        weights: Tensor | None,
+        jacobian: Jacobian,
     ) -> None:
         if name not in self.kronecker:
             _require_room(name, block)
         if self.reduce and isinstance(block, OuterBlock):
             block = block.reduced()
-        inputs = block.input_moment(weights).double()
-        count = block.num_terms(weights)
         # A weight and its bias share their gradients, so their second moment is formed once.
         key = block.gradient_key
         if key not in moments or self.reduce:
-            moments[key] = block.gradient_moment().double()
-        gradients = moments[key]
+            moments[key] = block.gradient_moment()
+        weights = jacobian.weights
         if name not in self.kronecker:
             transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
-            self.kronecker[name] = _KroneckerSums(inputs, gradients, count, transposed)
-        else:
-            held = self.kronecker[name]
-            held.inputs = held.inputs + inputs
-            held.gradients = held.gradients + gradients
-            held.positions += count
+            inputs, gradients = block.input_moment(weights).double(), moments[key].double().clone()
+            self.kronecker[name] = _KroneckerSums(inputs, gradients, block.num_terms(weights), transposed)
+            return
+        held = self.kronecker[name]
+        held.gradients += moments[key]
+        if not jacobian.repeats_inputs:
+            held.inputs += block.input_moment(weights)
+            held.positions += block.num_terms(weights)
 
     def _add_dense(self, name: str, block: Block) -> None:
         if block.size <= DENSE_LIMIT:
@@ -102,8 +101,7 @@ class _LayerSums:
     def tensors(self) -> dict[str, Tensor]:
         result = {f"dense.{name}": total for name, total in self.dense.items()}
         for name, held in self.kronecker.items():
-            # A weight and its bias may hold the same tensor, which a file must not.
-            result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients.clone()}
+            result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients}
             result[f"rest.{name}"] = torch.tensor([held.positions, held.transposed], dtype=torch.float64)
         return result
 
@@ -144,7 +142,9 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     dtype = stream.linearization.dtype
     layout = stream.linearization.layout
     sums = _LayerSums(reduce)
-    stream.accumulate("KFAC reduce" if reduce else "KFAC", sums, every_input=True)
+    stream.accumulate("KFAC reduce" if reduce else "KFAC", sums, every_input=True, row_by_row=True)
+    for name, total in (*((name, held.gradients) for name, held in sums.kronecker.items()), *sums.dense.items()):
+        require_finite_sum(name, total)
     parts: dict[str, Part] = {}
     for name, size in layout.sizes.items():
         if name in sums.kronecker:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from sublaplace.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.data import Batch, batches, join, one_shot
-from sublaplace.jacobians import Jacobian, Linearization
+from sublaplace.jacobians import Cotangents, Jacobian, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood, longest_first, significant, target_weights
 
@@ -61,7 +61,7 @@ class CurvatureStream:
     def jacobians(self, what: str) -> Iterator[Jacobian]:
         """One pass over the data: the scaled rows of all inputs that have any, for sums of a projector's own."""
         for portion in self._portions(what, 0):
-            yield from self._jacobians(portion, every_input=False, scaled=True)
+            yield from self._jacobians(portion, every_input=False, scaled=True, row_by_row=False)
 
     def accumulate(
         self,
@@ -69,12 +69,14 @@ class CurvatureStream:
         sums: JacobianSums,
         every_input: bool = False,
         scaled: bool = True,
+        row_by_row: bool = False,
         resumable: bool = True,
     ) -> None:
         """Adds the Jacobians of all inputs to `sums`.
 
         every_input: also those without any direction (KFAC's input factors need them), with K = 0. scaled: several
-        scales of the likelihood, one a row, are multiplied into the rows (a single one never is).
+        scales of the likelihood, one a row, are multiplied into the rows (a single one never is). row_by_row: as
+        Jacobians of one row an input, for sums over rows (see `Linearization.row_by_row`).
         """
         checkpoint = self.checkpoint if resumable else None
         done = 0
@@ -85,8 +87,9 @@ class CurvatureStream:
                 return
             done = numbers["batches"]
         for portion in self._portions(what, done):
-            for jacobian in self._jacobians(portion, every_input, scaled):
+            for jacobian in self._jacobians(portion, every_input, scaled, row_by_row):
                 sums.add(jacobian)
+                del jacobian  # or it would stand in memory beside the next one
             done += portion.num_batches
             if checkpoint is not None and checkpoint.due():
                 checkpoint.write(what, sums.tensors(), {"batches": done, "complete": False})
@@ -124,15 +127,21 @@ class CurvatureStream:
         weights = None if batch.weights is None else batch.weights.to(device)
         return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights))
 
-    def _jacobians(self, portion: _Portion, every_input: bool, scaled: bool) -> Iterator[Jacobian]:
+    def _jacobians(self, portion: _Portion, every_input: bool, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
-        if self._keeps_all_directions:
-            return self._chunks(portion, scaled)
-        return self._grouped(portion, every_input)
+        self.linearization.look_at(portion.inputs)
+        if self._keeps_all_directions or self._needs_all(portion.inputs):
+            return self._chunks(portion, scaled, row_by_row)
+        return self._grouped(portion, every_input, row_by_row)
 
-    def _chunks(self, portion: _Portion, scaled: bool) -> Iterator[Jacobian]:
+    def _needs_all(self, inputs: Any) -> bool:
+        """Whether the first inputs need all of their directions; counting those of the others is then wasted."""
+        cotangents = self.likelihood.cotangents(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
+        return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
+
+    def _chunks(self, portion: _Portion, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
         """The Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs)
+        step = self.linearization.chunk_size(portion.inputs, None, row_by_row)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
             weights = None if portion.weights is None else portion.weights[part]
@@ -140,8 +149,19 @@ class CurvatureStream:
             def root(outputs: Tensor, weights: Tensor | None = weights) -> Tensor:
                 return self._root(outputs, weights, scaled)
 
-            jacobian = self.linearization.jacobian(select(portion.inputs, part), root)
-            yield replace(jacobian, weights=_of_inputs(weights))
+            yield from self._weighted(select(portion.inputs, part), root, weights, row_by_row)
+
+    def _weighted(
+        self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, row_by_row: bool
+    ) -> Iterator[Jacobian]:
+        """The Jacobian of a chunk, whole or row by row, with how much each input counts: the most that any of its
+        targets does."""
+        of_inputs = None if weights is None else weights.amax(1)
+        if row_by_row:
+            for jacobian in self.linearization.row_by_row(inputs, cotangents):
+                yield replace(jacobian, weights=of_inputs)
+        else:
+            yield replace(self.linearization.jacobian(inputs, cotangents), weights=of_inputs)
 
     def _root(self, outputs: Tensor, weights: Tensor | None, scaled: bool = True) -> Tensor:
         """The columns of R, as rows, with what multiplies them: (n, K, C)."""
@@ -151,7 +171,7 @@ class CurvatureStream:
             rows = rows * torch.tensor(scales, dtype=rows.dtype, device=rows.device).sqrt()[:, None]
         return rows if weights is None else rows * weights.sqrt().to(rows.dtype)[:, None, :]
 
-    def _grouped(self, portion: _Portion, every_input: bool) -> Iterator[Jacobian]:
+    def _grouped(self, portion: _Portion, every_input: bool, row_by_row: bool) -> Iterator[Jacobian]:
         """The Jacobians of a buffer, inputs ordered by how many directions they need."""
         inputs, weights = portion.inputs, portion.weights
         cotangents = self._root(self._outputs(inputs), weights)
@@ -163,24 +183,20 @@ class CurvatureStream:
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            stop = min(stop, start + self.linearization.chunk_size(inputs, max(1, int(counts[stop - 1]))))
+            stop = min(stop, start + self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row))
             rows = int(counts[stop - 1])
             chosen = order[start:stop]
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
             kept = cotangents[chosen, :rows] * needed[:, :, None]
-            jacobian = self.linearization.jacobian(select(inputs, chosen), kept)
-            yield replace(jacobian, weights=None if weights is None else _of_inputs(weights[chosen]))
+            yield from self._weighted(
+                select(inputs, chosen), kept, None if weights is None else weights[chosen], row_by_row
+            )
             start = stop
 
     def _outputs(self, inputs: Any) -> Tensor:
         n = num_inputs(inputs)
         step = max(64, self.linearization.chunk_size(inputs, 1))
         return torch.cat([self.linearization.outputs(select(inputs, slice(i, i + step))) for i in range(0, n, step)])
-
-
-def _of_inputs(weights: Tensor | None) -> Tensor | None:
-    """How much each input counts: (n,), the most that any of its targets does."""
-    return None if weights is None else weights.amax(1)
 
 
 def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:

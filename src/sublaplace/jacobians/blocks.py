@@ -75,10 +75,17 @@ class OuterUse:
     inputs: Tensor  # a: (n, G, I, T)
     gradients: tuple[Tensor, ...]  # g: K times (n, G, O, T), as the backward passes left them
     outputs: int  # O
+    is_bias: bool = False  # a = 1 everywhere
 
     @property
     def positions(self) -> int:
         return self.inputs.shape[3]
+
+    def transposed_map(self, k: int) -> Tensor:
+        """Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
+        if self.is_bias:
+            return self.gradients[k].sum(-1).unsqueeze(2)
+        return self.inputs @ self.gradients[k].transpose(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -164,10 +171,7 @@ class OuterBlock:
 
     def _transposed_map(self, k: int) -> Tensor:
         """Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
-        total = self.uses[0].inputs @ self.uses[0].gradients[k].transpose(-1, -2)
-        for use in self.uses[1:]:
-            total = total + use.inputs @ use.gradients[k].transpose(-1, -2)
-        return total
+        return _total([use.transposed_map(k) for use in self.uses])
 
     def _stored(self, matrices: Tensor) -> Tensor:
         """(…, O, I) in the order in which the parameter is stored; its own inverse."""
@@ -245,9 +249,10 @@ class OuterBlock:
         turns_inputs, turns_outputs = self.positions < self.num_rows * self.fan_out, self.positions < self.fan_in
         uses = self.uses
         if turns_inputs:
-            uses = tuple(replace(u, inputs=torch.einsum("gij,ngit->ngjt", into_inputs, u.inputs)) for u in uses)
+            turned = (torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs) for use in uses)
+            uses = tuple(replace(use, inputs=a, is_bias=False) for use, a in zip(uses, turned, strict=True))
         if turns_outputs:
-            uses = tuple(replace(u, gradients=tuple(_turned(g, into_outputs) for g in u.gradients)) for u in uses)
+            uses = tuple(replace(use, gradients=_turned(use.gradients, into_outputs)) for use in uses)
         maps = replace(self, uses=uses)._maps_of_rows()
         if not turns_inputs:
             maps = maps @ into_inputs
@@ -260,15 +265,14 @@ class OuterBlock:
         inputs = [use.inputs for use in self.uses]
         if weights is not None:
             inputs = [a * weights.sqrt().to(a).view(-1, 1, 1, 1) for a in inputs]
-        return torch.stack([_second_moment(a) for a in inputs]).sum(0)
+        return _total([_second_moment(a) for a in inputs])
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (G, O, O)."""
-        total = self.uses[0].inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
-        for use in self.uses:
-            for g in use.gradients:
-                total += _second_moment(g)
-        return total
+        moments = [_second_moment(g) for use in self.uses for g in use.gradients]
+        if not moments:
+            return self.inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
+        return _total(moments)
 
     @property
     def factor_sides(self) -> tuple[int, ...]:
@@ -293,6 +297,10 @@ class OuterBlock:
         return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
 
 
+def _total(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(0)
+
+
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Equal only for tensors that are the same view of the same memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -308,9 +316,9 @@ def _second_moment(factor: Tensor) -> Tensor:
     return (factor @ factor.transpose(-1, -2)).sum(0)
 
 
-def _turned(gradient: Tensor, basis: Tensor) -> Tensor:
+def _turned(gradients: tuple[Tensor, ...], basis: Tensor) -> tuple[Tensor, ...]:
     """Qᵀ g for g (n, G, O, T) and Q (G, O, O)."""
-    return (gradient.transpose(2, 3) @ basis).transpose(2, 3)
+    return tuple((g.transpose(2, 3) @ basis).transpose(2, 3) for g in gradients)
 
 
 def _beside(gradients: tuple[Tensor, ...]) -> Tensor:

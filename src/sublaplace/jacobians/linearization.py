@@ -16,6 +16,7 @@ from sublaplace.jacobians.general import general_rows
 from sublaplace.jacobians.inputs import call_model, num_inputs, plain, select
 from sublaplace.jacobians.jacobian import Jacobian, non_finite_jacobian
 from sublaplace.jacobians.plan import (
+    BatchAxis,
     Plan,
     Signature,
     batch_axis,
@@ -48,6 +49,7 @@ class Linearization:
     layout: ParameterLayout = field(init=False)
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
+    _current: Plan | None = field(init=False, default=None)  # of the last pass
     _borrowed: int = field(init=False, default=0)
     _channels_last: bool = field(init=False)
 
@@ -106,43 +108,48 @@ class Linearization:
 
         Cotangents may also be given as a function of the outputs, which saves a forward pass.
         """
-        with self.borrowed():
-            inputs = self.to_device(inputs)
-            plan, capture, outputs = self._captured(inputs)
-            if cotangents is None:
-                C = outputs.shape[1]
-                cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(len(outputs), C, C)
-            elif not isinstance(cotangents, Tensor):
-                cotangents = cotangents(outputs.detach())
-            blocks = self._blocks(capture.calls, plan, outputs, cotangents)
-            if plan.general:
-                chosen = {name: self._parameters[name] for name in plan.general}
-                rows = general_rows(self.model, self.forward, chosen, inputs, cotangents, plan.general_batched)
-                blocks |= {name: RowBlock(value.detach()) for name, value in rows.items()}
-            self.passes += cotangents.shape[0] * cotangents.shape[1]
-            ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
-            return Jacobian(self.layout, ordered, outputs.detach(), cotangents.shape[1])
+        run = self._forward_pass(inputs, cotangents)
+        return self._rows(run, range(run.num_rows))
+
+    def row_by_row(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
+        """The rows of `jacobian` one after another, as K Jacobians with one row an input (with none if K = 0).
+
+        For what only adds up over the rows: the memory of one row's gradients serves them all.
+        """
+        run = self._forward_pass(inputs, cotangents)
+        for k in range(max(1, run.num_rows)):
+            yield self._rows(run, range(k, min(k + 1, run.num_rows)))
 
     def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
         """The Jacobians of parts of a large batch, each within the memory budget."""
         n = num_inputs(inputs)
+        self.look_at(inputs)
         step = self.chunk_size(inputs, cotangents.shape[1] if isinstance(cotangents, Tensor) else None)
         for start in range(0, n, step):
             part = slice(start, start + step)
             chosen = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
             yield self.jacobian(select(inputs, part), chosen)
 
-    def chunk_size(self, inputs: Any, rows: int | None = None) -> int:
+    def look_at(self, inputs: Any) -> None:
+        """Finds out how much memory inputs of this shape need, by a forward pass of three of them."""
+        with self.borrowed():
+            self._captured(self.to_device(select(inputs, slice(0, 3))))
+
+    def chunk_size(self, inputs: Any, rows: int | None = None, row_by_row: bool = False) -> int:
         """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once.
 
-        Found by a forward pass of three of them, so that it depends on nothing that was seen before.
+        By what is known from the last look or pass; `inputs` are looked at if there was none.
         """
-        with self.borrowed():
-            plan, _, outputs = self._captured(self.to_device(select(inputs, slice(0, 3))))
-        rows = outputs.shape[1] if rows is None else rows
+        if self._current is None:
+            self.look_at(inputs)
+        plan = self._current
+        assert plan is not None
+        rows = plan.num_outputs if rows is None else rows
+        general = rows * sum(self.layout.sizes[name] for name in plan.general)
+        held = min(rows, 2) if row_by_row else rows  # row by row: the one in use and the next one
         largest = max(self.layout.sizes.values())
-        general = sum(self.layout.sizes[name] for name in plan.general)
-        elements = rows * (plan.gradient_elements + 2 * largest + general) + 2 * plan.input_elements
+        graph = 2 * plan.gradient_elements  # outputs of the calls and of the activations after them
+        elements = held * (plan.gradient_elements + 2 * largest) + graph + general + 2 * plan.input_elements
         budget = min(self.memory_budget, _USEFUL_CHUNK)
         return max(1, int(budget / max(1, elements * self.dtype.itemsize)))
 
@@ -162,7 +169,7 @@ class Linearization:
     def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
         """One forward pass with the calls recorded; an unknown sequence of calls is probed first."""
         n = num_inputs(inputs)
-        plan = next(reversed(self._plans.values()), None)
+        plan = self._current
         for _ in range(3):
             with torch.enable_grad():
                 capture, outputs = self._watched(inputs, expand=plan.expand if plan else frozenset())
@@ -175,6 +182,7 @@ class Linearization:
                 continue
             plan = known
             plan.measure(capture.calls, n)
+            self._current = plan
             return plan, capture, outputs
         raise RuntimeError(
             "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
@@ -233,7 +241,7 @@ class Linearization:
             if not torch.allclose(part, alone, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
                 raise ValueError(depends_on_batch("outputs"))
         axes = [batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
-        plan = Plan(axes, frozenset(), dict(first.unusual), first.last_linear)
+        plan = Plan(axes, frozenset(), dict(first.unusual), first.last_linear, outputs.shape[1])
         unbatched = frozenset(
             k
             for k, (call, other) in enumerate(zip(first.calls, second.calls, strict=True))
@@ -331,31 +339,76 @@ class Linearization:
             for name in chosen
         )
 
-    def _blocks(self, calls: list[Call], plan: Plan, outputs: Tensor, cotangents: Tensor) -> dict[str, Block]:
-        """K backward passes, then the blocks of every structured parameter."""
-        n, K = cotangents.shape[:2]
-        wanted = [
-            (call, axis)
-            for call, axis in zip(calls, plan.axes, strict=True)
+    def _forward_pass(self, inputs: Any, cotangents: Cotangents | None) -> "_ForwardPass":
+        with self.borrowed():
+            inputs = self.to_device(inputs)
+            plan, capture, outputs = self._captured(inputs)
+            n, C = outputs.shape
+            if cotangents is None:
+                cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
+            elif not isinstance(cotangents, Tensor):
+                cotangents = cotangents(outputs.detach())
+            chosen = {name: self._parameters[name] for name in plan.general}
+            general = {}
+            if chosen:
+                general = general_rows(self.model, self.forward, chosen, inputs, cotangents, plan.general_batched)
+            self.passes += cotangents.shape[0] * cotangents.shape[1]
+        calls = [
+            (call, axis, axis.in_front(call.source, n))
+            for call, axis in zip(capture.calls, plan.axes, strict=True)
             if axis is not None and call.edge is not None and not set(call.names) <= set(plan.general)
         ]
-        gathered: list[list[Tensor]] = [[] for _ in wanted]
-        edges = [call.edge for call, _ in wanted if call.edge is not None]
-        for k in range(K if edges and outputs.requires_grad else 0):
-            gradients = torch.autograd.grad(
-                outputs, edges, cotangents[:, k].to(outputs.dtype), retain_graph=k + 1 < K, allow_unused=True
-            )
-            for parts, gradient, (call, _) in zip(gathered, gradients, wanted, strict=True):
-                parts.append(outputs.new_zeros(call.output_shape) if gradient is None else gradient)
-        found: dict[str, list[Block]] = {}
-        with torch.no_grad():
-            for (call, axis), parts in zip(wanted, gathered, strict=True):
-                in_front = tuple(axis.in_front(gradient, n) for gradient in parts)
-                source = axis.in_front(call.source, n)
+        return _ForwardPass(outputs, cotangents.to(outputs.dtype), calls, general)
+
+    def _rows(self, run: "_ForwardPass", rows: range) -> Jacobian:
+        blocks = run.blocks(rows)
+        ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
+        return Jacobian(self.layout, ordered, run.outputs.detach(), len(rows), repeats_inputs=rows.start > 0)
+
+
+@dataclass(frozen=True)
+class _ForwardPass:
+    """A forward pass from which rows of the Jacobian are taken by backward passes, in order."""
+
+    outputs: Tensor  # with their graph
+    cotangents: Tensor  # (n, K, C)
+    calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, the batch in front
+    general: dict[str, Tensor]  # rows that are known already: (n, K, size)
+
+    @property
+    def num_rows(self) -> int:
+        return self.cotangents.shape[1]
+
+    def blocks(self, rows: range) -> dict[str, Block]:
+        """One backward pass for each of the rows, then the blocks of every parameter."""
+        gathered: list[list[Tensor]] = [[] for _ in self.calls]
+        for k in rows:
+            for parts, gradient in zip(gathered, self._gradients(k), strict=True):
+                parts.append(gradient)
+        found: dict[str, list[Block]] = {
+            name: [RowBlock(value[:, rows.start : rows.stop].detach())] for name, value in self.general.items()
+        }
+        with torch.no_grad(), torch.inference_mode(False):
+            for (call, axis, source), parts in zip(self.calls, gathered, strict=True):
+                in_front = tuple(axis.in_front(gradient, len(self.outputs)) for gradient in parts)
                 for name, build in call.builders:
-                    if name not in plan.general:
+                    if name not in self.general:
                         found.setdefault(name, []).append(build(source, in_front))
             return {name: summed(blocks) for name, blocks in found.items()}
+
+    def _gradients(self, k: int) -> list[Tensor]:
+        """The gradients of row k of every input at the outputs of the calls; the last row frees the graph."""
+        edges = [call.edge for call, _, _ in self.calls if call.edge is not None]
+        if not edges or not self.outputs.requires_grad:
+            return [self.outputs.new_zeros(call.output_shape) for call, _, _ in self.calls]
+        with torch.inference_mode(False):
+            gradients = torch.autograd.grad(
+                self.outputs, edges, self.cotangents[:, k], retain_graph=k + 1 < self.num_rows, allow_unused=True
+            )
+        return [
+            self.outputs.new_zeros(call.output_shape) if gradient is None else gradient
+            for gradient, (call, _, _) in zip(gradients, self.calls, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

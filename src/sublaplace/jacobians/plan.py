@@ -37,6 +37,7 @@ class Plan:
     expand: frozenset[int]
     general: dict[str, str]  # parameter → why it needs the general path
     last_linear: tuple[str, ...]
+    num_outputs: int  # C
     general_batched: bool = True
     gradient_elements: int = 0  # per input and direction
     input_elements: int = 0  # per input

@@ -6,6 +6,7 @@ the engine another operation, write one rule and enter it in `RULES`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool 
 def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
     """A bias is a map whose input is 1 at every position: gradients K times (n, 1, O, T)."""
     n, positions = len(source), gradients[0].shape[3] if gradients else 1
-    ones = torch.ones(n, 1, 1, positions, dtype=gradients[0].dtype if gradients else None, device=source.device)
-    return _outer(ones, gradients, outputs)
+    ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
+    use = OuterUse(ones.expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
+    return OuterBlock((use,), len(gradients))
 
 
 def _positions(gradient: Tensor) -> Tensor:
@@ -159,12 +161,17 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
                 gradient = gradient.flatten(3).transpose(1, 2)
             return gradient.reshape(n, parts, outputs // parts, -1)
 
-        def build_weight(x: Tensor, gradients: Gradients) -> Block:
+        @lru_cache(maxsize=1)
+        def seen(x: Tensor) -> Tensor:
+            """(n, G, I, T), once for all rows."""
             n, inner = x.shape[:2]
             a = _patches(x.flatten(0, 1), weight.shape[2:], stride, padding, dilation)
             a = a.unflatten(0, (n, inner)).permute(0, 2, 3, 1, 4).flatten(3)  # (n, channels, kernel, positions)
+            return a.unflatten(1, (groups, -1)).flatten(2, 3)
+
+        def build_weight(x: Tensor, gradients: Gradients) -> Block:
             g = tuple(grouped(gradient, groups) for gradient in gradients)
-            return _outer(a.unflatten(1, (groups, -1)).flatten(2, 3), g, len(weight) // groups)
+            return _outer(seen(x), g, len(weight) // groups)
 
         def build_bias(x: Tensor, gradients: Gradients) -> Block:
             return _bias(x, tuple(grouped(gradient, 1) for gradient in gradients), len(weight))
@@ -219,12 +226,16 @@ def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use 
             dims = tuple(range(1, g.ndim - keep)) if trailing else (1, *range(3, g.ndim))
             return (g.sum(dims) if dims else g).flatten(1)
 
-        def build_scale(x: Tensor, gradients: Gradients) -> Block:
+        @lru_cache(maxsize=1)
+        def normalised(x: Tensor) -> Tensor:
+            """x̂, once for all rows."""
             plain = {**values, "input": x.flatten(0, 1), "weight": None}
             if "bias" in signature:
                 plain["bias"] = None
-            normalised = function(**plain).unflatten(0, x.shape[:2])
-            return _rows(x, tuple(reduce(g * normalised) for g in gradients), size)
+            return function(**plain).unflatten(0, x.shape[:2])
+
+        def build_scale(x: Tensor, gradients: Gradients) -> Block:
+            return _rows(x, tuple(reduce(g * normalised(x)) for g in gradients), size)
 
         def build_shift(x: Tensor, gradients: Gradients) -> Block:
             return _rows(x, tuple(map(reduce, gradients)), size)

@@ -61,6 +61,7 @@ def _transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:
         n, K = jacobian.num_inputs, jacobian.num_rows
         jacobian.add_transpose_matmul(weights[start : start + n * K].view(n, K, -1), vectors)
         start += n * K
+        del jacobian  # or it would stand in memory beside the next one
     return vectors
 
 

@@ -1,0 +1,33 @@
+"""Small dense linear algebra against plain formulas."""
+
+import pytest
+import torch
+
+from sublaplace.linalg import gram, symmetric_product
+
+
+def randn(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (96, 5), (97, 5), (300, 2), (1000, 7), (2, 250, 4), (2, 3, 100, 1)], ids=str)
+def test_symmetric_product_is_the_product_with_the_transpose(shape):
+    factor = randn(*shape)
+    assert torch.allclose(symmetric_product(factor), factor @ factor.mT, rtol=0, atol=1e-12)
+
+
+def test_symmetric_product_of_a_transposed_view_is_that_of_a_copy():
+    factor = randn(4, 200).T
+    assert torch.allclose(symmetric_product(factor), factor.contiguous() @ factor.mT, rtol=0, atol=1e-12)
+
+
+def test_gram_sums_over_the_parameters_in_float64_piece_by_piece():
+    # Products that cancel: in float32 their sum would be lost, and one piece of columns would miss the end.
+    first = randn(3, 100, dtype=torch.float32)
+    second = torch.cat([1e4 * randn(3, 800_000, dtype=torch.float32), first], dim=1)
+    vectors = {"first": first, "second": second}
+    whole = torch.cat([first, second], dim=1).double()
+    found = gram(vectors)
+    assert found.dtype == torch.float64
+    expected = whole @ whole.T
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()

@@ -273,7 +273,7 @@ def capped(dims: list[int], rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and memory (MB) above what was in use before: at the peak, and still held by the result."""
+    """Seconds of processor time, and memory (MB) above what was in use before: at the peak, and held by the result."""
 
     seconds: float
     peak_memory_mb: float
@@ -292,9 +292,10 @@ def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
     """What `build` gives, and what that costs. Linux only: memory is read from /proc."""
     ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that it does not hide new use
     Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
-    before, start = _memory_mb("VmRSS"), time.perf_counter()
+    # Processor time: with one thread that of an idle machine, whatever else is running on this one.
+    before, start = _memory_mb("VmRSS"), time.process_time()
     result = build()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return result, Cost(seconds, _memory_mb("VmHWM") - before, _memory_mb("VmRSS") - before)
 
 

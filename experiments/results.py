@@ -27,8 +27,8 @@ class Job:
 class Row:
     """One number. `s` is the dimension of the subspace (p for posteriors over all parameters, 0 without any).
 
-    `seconds` and `peak_memory_mb` are those of building the projection (or the posterior, where there is none): the
-    same for all rows of a job, None where nothing was built.
+    `seconds` (of processor time) and `peak_memory_mb` are those of building the projection, or the posterior where
+    there is none: the same for all rows of a job, None where nothing was built.
     """
 
     dataset: str

@@ -120,15 +120,12 @@ class Linearization:
         for k in range(max(1, run.num_rows)):
             yield self._rows(run, range(k, min(k + 1, run.num_rows)))
 
-    def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
-        """The Jacobians of parts of a large batch, each within the memory budget."""
-        n = num_inputs(inputs)
+    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
+        """The Jacobians of parts of a large batch with respect to all outputs, each within the memory budget."""
         self.look_at(inputs)
-        step = self.chunk_size(inputs, cotangents.shape[1] if isinstance(cotangents, Tensor) else None)
-        for start in range(0, n, step):
-            part = slice(start, start + step)
-            chosen = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
-            yield self.jacobian(select(inputs, part), chosen)
+        step = self.chunk_size(inputs)
+        for start in range(0, num_inputs(inputs), step):
+            yield self.jacobian(select(inputs, slice(start, start + step)))
 
     def look_at(self, inputs: Any) -> None:
         """Finds out how much memory inputs of this shape need, by a forward pass of three of them."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians
 from networks import NETWORKS, make
 from safetensors.torch import load_file
+from test_jacobians import NotDifferentiable
 from test_laplace import labels, loader
 from torch import nn
 
@@ -409,6 +410,26 @@ def test_kfac_keeps_the_input_factors_of_inputs_whose_directions_are_all_dropped
     for parameter in exact.layout.names:
         assert close(quick.parts[parameter].input_values, exact.parts[parameter].input_values), parameter
         assert close(dense_block(quick, parameter), dense_block(exact, parameter), 1e-3), parameter
+
+
+def test_kfac_counts_every_input_once_whatever_its_number_of_directions():
+    model, inputs = make("mlp", 150)
+    with torch.no_grad():
+        model[4].weight.mul_(100)
+    quick = stream(model, inputs, size=150, tolerance=1e-3)
+    assert len({jacobian.num_rows for jacobian in quick.jacobians("counting", every_input=True)}) > 1
+    found, exact = kronecker_ggn(quick, PRIOR), kronecker_ggn(stream(model, inputs), PRIOR)
+    for parameter in exact.layout.names:
+        assert close(found.parts[parameter].input_values, exact.parts[parameter].input_values), parameter
+
+
+@pytest.mark.parametrize("curvature", [kronecker_ggn, diagonal_ggn])
+def test_curvature_that_is_not_finite_names_the_parameter(curvature):
+    torch.manual_seed(0)
+    model, inputs = NotDifferentiable().double(), torch.randn(5, 3, dtype=torch.float64)
+    inputs[4] = 0  # behind those that are probed
+    with pytest.raises(ValueError, match=r"'first\.weight' holds NaN or infinity"):
+        curvature(stream(model, inputs, size=5), PRIOR)
 
 
 # The GGN in a subspace ------------------------------------------------------------------------------------------------

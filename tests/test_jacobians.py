@@ -108,6 +108,35 @@ def test_row_by_row_without_rows_gives_one_jacobian_that_holds_the_inputs():
     assert jacobian.blocks["first.weight"].num_terms() > 0
 
 
+class NotDifferentiable(nn.Module):
+    """The root of the absolute value: its gradient at zero is not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.first(x).abs().sqrt())
+
+
+PRODUCTS = {
+    "matmul": lambda jacobian: jacobian.matmul(jacobian.layout.zeros(1, jacobian.outputs)),
+    "columns": lambda jacobian: jacobian.columns(jacobian.layout.split_indices(torch.arange(3)), 3),
+    "dense_rows": lambda jacobian: jacobian.dense_rows(),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
+def test_products_with_rows_that_are_not_finite_name_the_parameter(product):
+    torch.manual_seed(0)
+    inputs = torch.randn(5, 3, dtype=torch.float64)
+    inputs[4] = 0  # behind those that are probed
+    jacobian = Linearization(NotDifferentiable().double()).jacobian(inputs)
+    with pytest.raises(ValueError, match=r"'first\.weight' holds NaN or infinity"):
+        product(jacobian)
+
+
 class Viewed(nn.Module):
     """Works in the usual memory order only: `view` refuses others."""
 
@@ -139,7 +168,7 @@ class PooledActivations(nn.Module):
     def __init__(self):
         super().__init__()
         self.convolution = nn.Conv2d(1, 3, 3, padding=1)
-        self.head = nn.Linear(3 * 30, 2)
+        self.head = nn.Linear(3 * 34, 2)
 
     def forward(self, x):
         x = self.convolution(x)
@@ -150,6 +179,7 @@ class PooledActivations(nn.Module):
             torch.max_pool2d(torch.relu(x), 2, 2, 0, 1, True),
             F.max_pool2d(input=x.relu(), kernel_size=2, return_indices=True)[0],
             F.max_pool1d(F.relu(x.flatten(2)), 8).unsqueeze(3),
+            F.max_pool2d(x, 2),
         ]
         return self.head(torch.cat([p.flatten(2) for p in pooled] + [y.mean((2, 3)).unsqueeze(2)], dim=2).flatten(1))
 

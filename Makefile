@@ -15,10 +15,10 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv demo test format bench clean distclean
+.PHONY: help venv demo test format bench reproduce reproduce-smoke report clean distclean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp-test  ## create the virtual environment with everything the tests need
 
@@ -37,6 +37,17 @@ format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 
 bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
+
+reproduce: $(VENV)/.stamp-experiments  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)
+	$(BIN)/python -m experiments train all --seeds 5
+	$(BIN)/python -m experiments run all --seeds 5
+	$(BIN)/python -m experiments report
+
+reproduce-smoke: $(VENV)/.stamp-experiments  ## one tiny configuration of each experiment
+	$(BIN)/python -m experiments run --smoke
+
+report: $(VENV)/.stamp-experiments  ## tables and figures from the results at hand
+	$(BIN)/python -m experiments report
 
 clean:  ## remove caches and build products
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site

@@ -34,6 +34,14 @@ COMPARED_TASKS = {
     "projector-and-posterior-with-kfac": ["projector-and-posterior-with-kfac"],
 }
 
+# Cases whose Jacobians come from jacrev of a batch, at a batch that users usually have: network, ours beside them.
+USUAL_BATCH = 25
+USUAL_BATCH_CASES = {
+    "laplace-torch/curvlinops/kfac-prediction": ("peers-cnn", "sublaplace/kfac-prediction"),
+    "laplace-torch/asdl/kfac-prediction": ("peers-cnn", "sublaplace/kfac-prediction"),
+    "authors/subspace-prediction": ("paper-cnn", "sublaplace/subspace-prediction"),
+}
+
 Measurement = dict[str, Any]
 Setting = tuple[str, str]  # network, weights
 
@@ -175,7 +183,7 @@ def report(
         "far as its result lives on.",
         "- Peers run at about the fastest batch size that `sweep_batch_sizes.py` found. Jacobians by jacrev of a batch "
         "(laplace-torch's default, asdl, the paper's code) cost an input the more the larger the batch: what a user "
-        "with batches of 25 pays was about thirty times the cost at one input, where it was tried.",
+        f"with batches of {USUAL_BATCH} pays stands in a table of its own.",
         "- `authors` is a re-write of the way of the paper's code (Jacobians by whole-batch jacrev), not that code.",
         "- A case that would take over two minutes is measured on fewer inputs and marked as extrapolated.",
         "- A case that fails stands in the table with its error. Where a peer does not fail, its curvature need "
@@ -188,6 +196,33 @@ def report(
         if ratio_lines:
             lines += ["", *ratio_lines]
     return "\n".join(lines) + "\n"
+
+
+def usual_batch_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]]]) -> list[str]:
+    """The peers whose cost grows with the batch, at a usual one, on two batches; ours from the run."""
+    lines = [
+        "",
+        f"## The same peers with batches of {USUAL_BATCH}, random weights",
+        "",
+        "| peer | network | ms an input | peak memory, MB | ours, ms an input | time, ours / peer | memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, (network, our_case) in USUAL_BATCH_CASES.items():
+        ours = results[network, "random"].get(our_case)
+        if not ours or "error" in ours[-1]:
+            continue
+        options = {"network": network, "inputs": 2 * USUAL_BATCH, "batch_size": USUAL_BATCH, "repetitions": 1}
+        one = measured(python, case, **options)
+        if "error" in one:
+            lines.append(f"| {case} | {network} | {short(one['error'])} | – | – | – | – |")
+            continue
+        theirs, mine = statistics.median(milliseconds([one])), statistics.median(milliseconds(ours))
+        memory = statistics.median(part["peak_memory_mb"] for part in ours)
+        lines.append(
+            f"| {case} | {network} | {theirs:.3g} | {one['peak_memory_mb']:.0f} | {mine:.3g} "
+            f"| {mine / theirs:.2g} | {memory / one['peak_memory_mb']:.2g} |"
+        )
+    return lines
 
 
 def main() -> None:
@@ -223,6 +258,8 @@ def main() -> None:
                 print(f"round {number + 1}, {network}, {weights}, {case}: {outcome}", flush=True)
 
     text = report(about, results, arguments.inputs, arguments.rounds)
+    if "random" in arguments.weights:
+        text += "\n".join(usual_batch_lines(python, results)) + "\n"
     if arguments.roofline:
         text += "\n".join(roofline_lines([roofline(python, weights) for weights in arguments.weights])) + "\n"
     print(text)

@@ -1,4 +1,4 @@
-"""Subspace Laplace approximations on two small problems: one table in the terminal, three pictures on disk.
+"""Subspace Laplace approximations on two small problems: one table in the terminal, four pictures on disk.
 
 Handwritten digits (classification) and a curve with a gap in its training data (regression): every projector of the
 library beside the full Laplace approximation, which is feasible here, and the plain network. Takes about a minute.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from demo_comparison import Comparison, Row, compare
-from demo_figures import draw_bands, draw_reliability, draw_sweeps
+from demo_figures import draw_bands, draw_certificate, draw_reliability, draw_sweeps
 from demo_tasks import digits_task, gap_task
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -36,6 +36,7 @@ def main() -> None:
     draw_bands(gap, arguments.out / "bands.png")
     draw_sweeps([digits, gap], arguments.out / "sweep.png")
     draw_reliability(digits, arguments.out / "reliability.png")
+    draw_certificate(gap, arguments.out / "certificate.png")
     print(f"Pictures in {arguments.out}, table in {arguments.table}; {time.perf_counter() - start:.0f} s in all.")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_comparison import OPTIMUM, Comparison, fitted
+from demo_comparison import OPTIMUM, Comparison, divergence, fitted, predictive
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -75,6 +75,58 @@ def draw_band(ax: Axes, la: SubspaceLaplace, full: SubspaceLaplace, grid: torch.
     ax.plot(x, mean - width, label="full Laplace ± 2 std, total", **FULL)
     ax.plot(x, mean + width, **FULL)
     ax.plot(x, mean, color=INK, linewidth=1.8, label="network")
+
+
+@rc_context(PAGE)
+def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
+    """Bounds of the full posterior over a one-dimensional input; the captured share and the divergence against s."""
+    task, full = comparison.task, comparison.posteriors["full"]
+    largest = comparison.posteriors["lowrank-kfac"].dim
+    la = SubspaceLaplace(
+        task.model,
+        task.likelihood,
+        dim=largest,
+        prior_precision=full.prior_precision,
+        complement="kfac",
+        certified=True,
+    ).fit(task.loader)
+    figure = Figure(figsize=(12.5, 4.8))
+    bands, shares, divergences = figure.subplots(1, 3)
+    grid = torch.linspace(-3.5, 3.5, 351, dtype=torch.float64)[:, None]
+    some = la.truncate(min(dim, la.dim))
+    lower, upper = (ends[:, 0, 0].sqrt() for ends in some.bounds(grid))
+    x = grid[:, 0]
+    bands.fill_between(x, lower, upper, color="#F9DFCC", linewidth=0, label="certified bounds")
+    bands.plot(x, lower, color=RED, label="subspace (lower bound)")
+    bands.plot(x, some.functional_variance(grid)[:, 0].sqrt(), color=BLUE, label="subspace + KFAC outside")
+    bands.plot(x, full.functional_variance(grid)[:, 0].sqrt(), label="full Laplace", **FULL)
+    bands.set(title=f"standard deviation, s = {some.dim}", xlabel="input x", ylabel="epistemic standard deviation")
+    traces = la.trace(task.drawn)
+    full_trace = full.functional_variance(task.drawn).sum()
+    dims = torch.arange(1, len(traces) + 1)
+    shares.plot(dims, 100 * traces / full_trace, color=RED, label="captured")
+    shares.plot(dims, 100 * la.captured(task.drawn), color=RED, linestyle="--", label="guaranteed")
+    shares.set(title="share of the full trace", xlabel="dimension s", ylabel="%", xscale="log", ylim=(0, 105))
+    reference = predictive(full, task.drawn)
+    kfac = SubspaceLaplace(
+        task.model, task.likelihood, dim=0, complement="kfac", prior_precision=full.prior_precision
+    ).fit(task.loader)
+    for posterior, style in (
+        (comparison.posteriors["lowrank-kfac"], {"color": RED, "label": "subspace"}),
+        (la, {"color": BLUE, "label": "subspace + KFAC outside"}),
+    ):
+        chosen = [s for s in task.dims if s < posterior.dim] + [posterior.dim]
+        kl = [divergence(task, reference, predictive(posterior.truncate(s), task.drawn)) for s in chosen]
+        divergences.plot(chosen, kl, marker="o", markersize=4, **style)
+    kfac_kl = divergence(task, reference, predictive(kfac, task.drawn))
+    divergences.axhline(kfac_kl, color=GREEN, linestyle="--", label="KFAC Laplace (s = 0)")
+    divergences.axhline(comparison.map_kl, color=GREY, linewidth=1, label="map (no uncertainty)")
+    divergences.set(title="KL divergence from the full posterior", xlabel="dimension s", xscale="log", yscale="log")
+    for ax in (shares, divergences):
+        ax.xaxis.set_major_formatter("{x:g}")
+    for ax in (bands, shares, divergences):
+        ax.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
+    figure.savefig(path)
 
 
 @rc_context(PAGE)

@@ -71,6 +71,12 @@ def softmax_hessians(outputs: Tensor) -> Tensor:
     return torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None, :]
 
 
+def sigmoid_hessians(outputs: Tensor) -> Tensor:
+    """diag φ(1 − φ) of independent yes/no outputs, for every input: (n, C, C)."""
+    probabilities = outputs.double().sigmoid()
+    return torch.diag_embed(probabilities * (1 - probabilities))
+
+
 def dense_ggn(model: nn.Module, inputs, hessians: Tensor) -> Tensor:
     """Σ_i J_iᵀ H_i J_i (p, p)."""
     jacobian = dense_jacobian(model, inputs)
@@ -87,3 +93,14 @@ def subspace_covariance(jacobian: Tensor, projection: Tensor, precision: Tensor)
 def full_covariance(jacobian: Tensor, precision: Tensor) -> Tensor:
     """J Λ⁻¹ Jᵀ."""
     return jacobian @ torch.linalg.solve(precision, jacobian.T)
+
+
+def laplace_evidence(log_likelihood: Tensor, ggn: Tensor, model: nn.Module, prior, projection=None) -> Tensor:
+    """ln p(D|θ̂) − ½ λ‖θ̂‖² + ½ ln det(λI) − ½ ln det(QᵀΛQ), by determinants, differentiable in what it is given."""
+    prior = torch.as_tensor(prior, dtype=torch.float64)
+    squared_norm = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.requires_grad)
+    if projection is not None:
+        ggn = projection.T @ ggn @ projection
+    s = len(ggn)
+    determinant = torch.logdet(ggn + prior * torch.eye(s, dtype=torch.float64))
+    return log_likelihood - 0.5 * prior * squared_norm + 0.5 * (s * prior.log() - determinant)

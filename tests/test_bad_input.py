@@ -604,7 +604,12 @@ WRONG_DATA = {
     "an empty list": ("classification", [], ["empty"]),
     "batches without inputs": ("classification", [(X[:0], Y[:0])], ["empty"]),
     "batches without targets": ("classification", [X], ["pair", "(inputs, targets)"]),
-    "batches of three": ("classification", [(X, Y, Y)], ["pair", "(inputs, targets)"]),
+    "batches of three": ("classification", [(X, Y, Y)], ["pair", "(inputs, targets)", "weights"]),
+    "batches of four": ("classification", [(X, Y, Y, Y)], ["pair", "(inputs, targets)"]),
+    "negative weights": ("classification", [(X, Y, -torch.ones(8))], ["weights", "negative"]),
+    "weights that are NaN": ("classification", [(X, Y, torch.full((8,), math.nan))], ["weights", "finite"]),
+    "too few weights": ("classification", [(X, Y, torch.ones(7))], ["weights", "(8,)", "(7,)"]),
+    "weights that are all zero": ("classification", [(X, Y, torch.zeros(8))], ["No training input counts"]),
     "targets in a list": ("classification", [(X, list(range(8)))], ["pair", "(inputs, targets)"]),
     "a mapping without labels": ("classification", [{"x": X, "y": Y}], ["labels", "['x', 'y']"]),
     "inputs and targets without a loader": ("classification", (X, Y), ["(inputs, targets)"]),
@@ -740,6 +745,41 @@ def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
     with refused(model, MemoryError, "projection", "truncate"):
         _ = la.projection
     assert la.truncate(1).projection.shape == (la.num_parameters, 1)
+
+
+TOO_LARGE = {
+    "the covariance of the subspace inputs": (lambda la: la.fit(batches()), 30_000, ["subspace inputs", "24 outputs"]),
+    "a joint covariance": (lambda la: la.functional_covariance(X, joint=True), 9_000, ["24 outputs", "joint=False"]),
+    "covariances": (lambda la: la.functional_covariance(X), 500, ["3 outputs for 8 inputs", "functional_variance"]),
+    "predictions": (lambda la: la.predict(X), 500, ["3 outputs for 8 inputs", "functional_variance"]),
+    "samples": (lambda la: la.sample(50), 20_000, ["50 draws of", "fewer"]),
+    "functional samples": (lambda la: la.functional_samples(X, 50), 20_000, ["50 draws of", "fewer"]),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkeypatch):
+    model = sensitive()
+    la = fitted(model)
+    call, free, words = TOO_LARGE[what]
+    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
+    if what == "the covariance of the subspace inputs":
+        monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)  # the projection would be refused first
+        free = 10_000
+        monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
+        monkeypatch.setattr("sublaplace.curvature.kfac.require", lambda *_: None)
+    with refused(model, MemoryError, *words):
+        call(la)
+    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 10**9)
+    call(la)
+
+
+def test_kronecker_factors_that_do_not_fit_are_refused_with_the_parameter(monkeypatch):
+    model = sensitive()
+    monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)
+    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 300)
+    with refused(model, MemoryError, "Kronecker factors of 'first.bias'", "lowrank-diagonal"):
+        SubspaceLaplace(model, "classification", dim=4).fit(batches())
 
 
 # Use of a posterior ---------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_moments_sum_outer_products_over_inputs_directions_and_positions():
             gradients[g] += torch.outer(block.gradients[i, k, g, :, t], block.gradients[i, k, g, :, t])
     assert close(block.input_moment(), inputs)
     assert close(block.gradient_moment(), gradients)
-    assert block.num_positions == 15
+    assert block.num_terms() == 15
 
 
 def test_moments_of_an_embedding_equal_those_of_its_one_hot_form():
@@ -217,7 +217,7 @@ def test_moments_of_an_embedding_equal_those_of_its_one_hot_form():
     assert close(dense.rows(), block.rows())
     assert close(torch.diag_embed(block.input_moment()), dense.input_moment())
     assert close(block.gradient_moment(), dense.gradient_moment())
-    assert block.num_positions == dense.num_positions
+    assert block.num_terms() == dense.num_terms()
 
 
 def test_reduced_block_averages_inputs_and_sums_gradients():
@@ -257,7 +257,7 @@ def test_moments_of_several_calls_add_up(T, memory):
     both = twice(first, second)
     assert close(both.input_moment(), torch.einsum("ngit,ngjt->gij", both.inputs, both.inputs))
     assert close(both.gradient_moment(), torch.einsum("nkgot,nkgpt->gop", both.gradients, both.gradients))
-    assert both.num_positions == first.num_positions + second.num_positions == 3 * (T + 3)
+    assert both.num_terms() == first.num_terms() + second.num_terms() == 3 * (T + 3)
 
 
 def test_blocks_have_one_gradient_key_only_where_they_have_the_same_gradients():

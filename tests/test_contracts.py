@@ -358,7 +358,7 @@ def test_the_root_gives_the_hessian_of_the_negative_log_likelihood(likelihood_ca
     targets = targets_like(outputs)
     R = likelihood.cotangents(outputs)
     assert R.shape[0] == 5 and R.shape[2] == C
-    found = likelihood.curvature_scale * R.transpose(1, 2) @ R
+    found = likelihood.curvature_scales[0] * R.transpose(1, 2) @ R
     for i in range(5):
         expected = hessian(
             lambda f, i=i: -likelihood.log_likelihood(f[None], targets[i : i + 1]).sum(), outputs[i], vectorize=True

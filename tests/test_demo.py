@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from demo import COLUMNS, markdown, notes
 from demo_comparison import OPTIMUM, Comparison, compare
-from demo_figures import draw_bands, draw_reliability, draw_sweeps
+from demo_figures import draw_bands, draw_certificate, draw_reliability, draw_sweeps
 from demo_tasks import Task, digits_task, gap_task
 
 
@@ -62,7 +62,9 @@ def test_the_pictures_are_written(digits, gap, tmp_path):
     draw_bands(gap, tmp_path / "bands.png", small=2, large=5)
     draw_sweeps([digits, gap], tmp_path / "sweep.png")
     draw_reliability(digits, tmp_path / "reliability.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("bands", "sweep", "reliability"))
+    draw_certificate(gap, tmp_path / "certificate.png", dim=3)
+    names = ("bands", "sweep", "reliability", "certificate")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in names)
 
 
 def test_training_data_has_a_gap_and_test_data_none():

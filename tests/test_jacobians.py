@@ -105,7 +105,7 @@ def test_row_by_row_without_rows_gives_one_jacobian_that_holds_the_inputs():
     (jacobian,) = Linearization(model).row_by_row(inputs, torch.zeros(5, 0, 3, dtype=torch.float64))
     assert jacobian.num_rows == 0
     assert not jacobian.repeats_inputs
-    assert jacobian.blocks["first.weight"].num_positions > 0
+    assert jacobian.blocks["first.weight"].num_terms() > 0
 
 
 class NotDifferentiable(nn.Module):

@@ -179,3 +179,21 @@ def test_dropped_directions_change_little_and_save_passes():
     quick = SubspaceLaplace(model, "classification", dim=20, direction_tolerance=1e-8).fit(batches)
     assert quick._linearization.passes < 0.8 * exact._linearization.passes
     assert close(quick.functional_variance(inputs), exact.functional_variance(inputs), 1e-6)
+
+
+def test_long_work_shows_progress_only_when_asked(capsys):
+    model, inputs = make("mlp", 12)
+    batches = loader(inputs, labels(model, inputs))
+    la = SubspaceLaplace(model, "classification", dim=4).fit(batches)
+    la.predict(inputs)
+    la.optimize_prior_precision("validation", val_loader=batches)
+    assert capsys.readouterr().err == ""
+    la.fit(batches, progress=True)
+    fitted = capsys.readouterr().err
+    assert all(stage in fitted for stage in ("survey", "KFAC", "Jacobians", "reduced posterior"))
+    la.predict(inputs, progress=True)
+    assert "predictions" in capsys.readouterr().err
+    la.optimize_prior_precision("validation", val_loader=batches, progress=True)
+    assert "validation" in capsys.readouterr().err
+    la.captured(inputs, progress=True)
+    assert "reduced posterior" in capsys.readouterr().err

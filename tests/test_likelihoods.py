@@ -86,7 +86,7 @@ def test_labels_of_any_integer_dtype_are_labels():
 def test_the_noise_of_a_gaussian_is_in_its_scale_and_not_in_its_root():
     outputs = logits(3)
     assert torch.equal(Gaussian(0.2).cotangents(outputs), Gaussian(5.0).cotangents(outputs))
-    assert Gaussian(0.2).curvature_scale == pytest.approx(25.0, rel=4 * EPS)
+    assert Gaussian(0.2).curvature_scales == pytest.approx((25.0,), rel=4 * EPS)
     assert Gaussian(0.2).with_noise(0.5) == Gaussian(0.5)
 
 

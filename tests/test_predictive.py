@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sublaplace import Prediction
-from sublaplace.predictive import LINKS, laplace_bridge, monte_carlo, probabilities, probit, symmetric_root
+from sublaplace.predictive import LINKS, laplace_bridge, mean_softmax, monte_carlo, probit, symmetric_root
 
 EPS = torch.finfo(torch.float64).eps
 CLASSES = [2, 3, 10, 70]
@@ -23,7 +23,7 @@ def gaussian_outputs(C, n=5, seed=0, scale=1.0):
 @pytest.mark.parametrize("C", CLASSES)
 def test_probit_scales_every_logit_by_its_own_variance(C):
     outputs, covariance = gaussian_outputs(C)
-    found = probabilities(outputs, covariance, "probit")
+    found = mean_softmax(outputs, covariance, "probit")
     for i in range(len(outputs)):
         scaled = [f / math.sqrt(1 + math.pi / 8 * v) for f, v in zip(outputs[i], covariance[i].diagonal(), strict=True)]
         weights = torch.tensor([math.exp(value) for value in scaled], dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_the_bridge_equals_its_formula(C):
 @pytest.mark.parametrize("C", CLASSES)
 def test_every_link_gives_probabilities(link, C, dtype):
     outputs, covariance = gaussian_outputs(C, scale=3.0)
-    found = probabilities(outputs.to(dtype), covariance.to(dtype), link, 100, torch.Generator().manual_seed(0))
+    found = mean_softmax(outputs.to(dtype), covariance.to(dtype), link, 100, torch.Generator().manual_seed(0))
     assert found.shape == (5, C)
     assert found.dtype == dtype
     assert (found >= 0).all()
@@ -102,7 +102,7 @@ def test_every_link_gives_probabilities(link, C, dtype):
 @pytest.mark.parametrize("span", [10.0, 100.0, 1000.0])
 def test_every_link_stays_finite_for_confident_float32_outputs(link, span):
     outputs = torch.tensor([[span, 0.0, -span], [0.0, span, span]])
-    found = probabilities(outputs, torch.eye(3).expand(2, 3, 3), link, 50, torch.Generator().manual_seed(0))
+    found = mean_softmax(outputs, torch.eye(3).expand(2, 3, 3), link, 50, torch.Generator().manual_seed(0))
     assert torch.isfinite(found).all()
     assert torch.allclose(found.sum(1), torch.ones(2), atol=1e-5)
     assert found[0].argmax() == 0
@@ -112,7 +112,7 @@ def test_every_link_stays_finite_for_confident_float32_outputs(link, span):
 @pytest.mark.parametrize("link", LINKS)
 def test_every_link_stays_finite_without_uncertainty(link):
     outputs, _ = gaussian_outputs(4)
-    found = probabilities(outputs, torch.zeros(5, 4, 4).double(), link, 10, torch.Generator().manual_seed(0))
+    found = mean_softmax(outputs, torch.zeros(5, 4, 4).double(), link, 10, torch.Generator().manual_seed(0))
     assert torch.isfinite(found).all()
     if link != "bridge":
         assert torch.allclose(found, outputs.softmax(1), rtol=100 * EPS)
@@ -125,7 +125,7 @@ def test_more_uncertainty_makes_probabilities_less_confident(link):
     for variance in (0.1, 1.0, 10.0, 100.0):
         covariance = variance * torch.eye(3).double()[None]
         generator = torch.Generator().manual_seed(0)
-        confidences.append(float(probabilities(outputs, covariance, link, 4000, generator)[0, 0]))
+        confidences.append(float(mean_softmax(outputs, covariance, link, 4000, generator)[0, 0]))
     if link == "bridge":  # equal variances cancel in α / Σα
         assert max(confidences) - min(confidences) <= 1e-6
     else:
@@ -136,7 +136,7 @@ def test_more_uncertainty_makes_probabilities_less_confident(link):
 def test_an_unknown_link_is_refused_with_those_that_exist():
     outputs, covariance = gaussian_outputs(3)
     with pytest.raises(ValueError, match=r"'logistic'.*probit, mc, bridge"):
-        probabilities(outputs, covariance, "logistic")
+        mean_softmax(outputs, covariance, "logistic")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4])

@@ -18,7 +18,7 @@ from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussi
 from sublaplace.curvature import CurvatureStream, kronecker_ggn
 from sublaplace.jacobians import Linearization
 from sublaplace.likelihoods import Residuals
-from sublaplace.prior import Evidence
+from sublaplace.prior import EigenvalueOccam, Evidence
 
 FIXTURE = Path(__file__).parent / "fixtures" / "laplace_torch_marglik.safetensors"
 KINDS = ["classification", "given noise", "estimated noise"]
@@ -227,9 +227,9 @@ def test_the_evidence_can_be_climbed_by_gradients():
 def some_evidence(norm, noisy, seed=0):
     generator = torch.Generator().manual_seed(seed)
     eigenvalues = torch.cat([10 ** (6 * torch.rand(20, generator=generator).double() - 3), torch.zeros(5).double()])
-    residuals = Residuals.of(0.1 + 0.5 * torch.randn(200, generator=generator, dtype=torch.float64))
+    residuals = Residuals.of(0.1 + 0.5 * torch.randn(200, 1, generator=generator, dtype=torch.float64))
     fit = residuals.log_likelihood if noisy else lambda _: torch.tensor(-40.0, dtype=torch.float64)
-    return Evidence(fit, eigenvalues, norm, noisy)
+    return Evidence(fit, EigenvalueOccam(eigenvalues, noisy), norm, noisy)
 
 
 def derivatives(evidence, prior, noise):
@@ -250,15 +250,15 @@ def test_the_best_prior_is_stationary_and_beats_a_fine_grid(norm, noisy):
     assert 1e-7 < best < 1e9
     assert abs(float(derivatives(evidence, best, noise)[0])) < 1e-5
     scale = noise**-2 if noisy else 1.0
-    assert best == pytest.approx(stationary_prior(scale * evidence.eigenvalues, norm), rel=1e-5)
+    assert best == pytest.approx(stationary_prior(scale * evidence.occam.eigenvalues, norm), rel=1e-5)
     highest = max(float(evidence(*tensors(prior, noise))) for prior in torch.logspace(-8, 10, 1001).tolist())
     assert float(evidence(*tensors(best, noise))) >= highest - 1e-9
 
 
 def test_the_best_prior_stays_inside_of_its_bounds_where_there_is_no_maximum():
-    grows = Evidence(lambda _: torch.tensor(0.0).double(), torch.ones(3).double(), 0.0, False)
+    grows = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.ones(3).double(), False), 0.0, False)
     assert grows.best_prior(1.0, high=1e4) == pytest.approx(1e4, rel=1e-4)
-    falls = Evidence(lambda _: torch.tensor(0.0).double(), torch.zeros(3).double(), 2.0, False)
+    falls = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.zeros(3).double(), False), 2.0, False)
     assert falls.best_prior(1.0, low=1e-4) == pytest.approx(1e-4, rel=1e-4)
 
 

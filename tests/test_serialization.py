@@ -107,7 +107,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     la, model, inputs = fitted()
     path = tmp_path / "la.safetensors"
     la.save(path)
-    monkeypatch.setattr("sublaplace.serialization._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("sublaplace.checked_file._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         la.with_prior(9.0).save(path)
     monkeypatch.undo()
@@ -118,7 +118,15 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 def test_the_summary_tells_what_was_fitted():
     la, _, _ = fitted("lstm")
     text = la.summary()
-    for part in ("s=4", "λ=0.7", "N            8", "cell.weight_ih_l0: lstm", "reduced posterior", "backward passes"):
+    for part in (
+        "s=4",
+        "λ=0.7",
+        "N             8",
+        "cell.weight_ih_l0: lstm",
+        "reduced posterior",
+        "backward passes",
+        "KFAC trace",
+    ):
         assert part in text
 
 

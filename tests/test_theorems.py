@@ -59,7 +59,7 @@ class Problem:
         layout = self.stream.linearization.layout
         basis = Basis(layout, layout.unflatten(projection.T))
         curvature = reduced_ggn(self.stream, basis)
-        return SubspacePosterior(basis, curvature, basis.gram(), self.likelihood.curvature_scale, PRIOR)
+        return SubspacePosterior(basis, curvature, basis.gram(), self.likelihood.curvature_scales, PRIOR)
 
     def reduced_covariance(self, projection: Tensor) -> Tensor:
         return self.posterior(projection).joint_covariance(self.jacobians)

@@ -1,9 +1,12 @@
 """Honest uncertainty for trained PyTorch networks: the Laplace approximation in a subspace of their parameters."""
 
 from sublaplace import metrics
+from sublaplace.certificate import Bounds, Certificate
+from sublaplace.checked_file import SavedFileError
+from sublaplace.complement import ComplementedPosterior
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization, OuterBlock
 from sublaplace.laplace import SubspaceLaplace
-from sublaplace.likelihoods import Categorical, Gaussian
+from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian
 from sublaplace.posterior import SubspacePosterior
 from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision, isotropic_precision
 from sublaplace.predictive import Prediction
@@ -11,15 +14,18 @@ from sublaplace.projection import Basis, Subset
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.low_rank import low_rank
 from sublaplace.projectors.names import PROJECTORS
-from sublaplace.serialization import SavedFileError
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "PROJECTORS",
     "Basis",
+    "Bernoulli",
     "BlockPrecision",
+    "Bounds",
     "Categorical",
+    "Certificate",
+    "ComplementedPosterior",
     "DensePrecision",
     "DualPrecision",
     "Gaussian",

@@ -1,23 +1,43 @@
 """Checks of what users pass in, with messages that say what is wrong and what to do."""
 
 import operator
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
+from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Noise
+
+AUTO = "auto"
+"""dim: the smallest that guarantees the share `captured`."""
 
 
-def checked_dim(dim: Any) -> int:
+def checked_dim(dim: Any, least: int = 1) -> int:
     if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise TypeError(f"dim must be an integer, not {dim!r}.")
+        raise TypeError(f"dim must be an integer or '{AUTO}', not {dim!r}.")
     dim = operator.index(dim)
     if dim < 0:
         raise ValueError(f"dim must not be negative, but it is {dim}.")
-    if dim == 0:
-        raise ValueError("dim=0 leaves no uncertainty at all; choose at least 1.")
+    if dim < least:
+        raise ValueError(
+            "dim=0 leaves no uncertainty at all; choose at least 1, or complement='kfac' or 'diagonal', which then is "
+            "the whole posterior."
+        )
     return int(dim)
+
+
+def checked_complement(complement: Any) -> str | None:
+    if complement not in (None, "kfac", "diagonal"):
+        raise ValueError(f"Unknown complement {complement!r}; choose 'kfac', 'diagonal' or None.")
+    return complement
+
+
+def checked_share(share: Any, name: str) -> float:
+    value = checked_positive(share, name)
+    if value >= 1:
+        raise ValueError(f"{name} is a share of the trace and must lie between 0 and 1, but it is {value}.")
+    return value
 
 
 def checked_prior(prior_precision: Any) -> float:
@@ -42,20 +62,46 @@ def checked_count(count: Any, name: str) -> int:
     return operator.index(count)
 
 
-def checked_likelihood(likelihood: Any, noise_std: float | None) -> Likelihood:
-    if likelihood == "classification":
-        if noise_std is not None:
-            raise ValueError("noise_std belongs to regression; classification has none.")
-        return Categorical()
-    if likelihood == "regression":
-        return Gaussian(1.0 if noise_std is None else float(noise_std))
+PER_OUTPUT = "per-output"
+"""noise_std: one σ for each output, estimated from the training residuals."""
+
+
+def checked_noise(noise_std: Any) -> Noise | None:
+    """σ as one number, a tuple of one for each output, or None where it is to be estimated."""
+    if noise_std is None:
+        return None
+    if isinstance(noise_std, str):
+        if noise_std != PER_OUTPUT:
+            raise ValueError(f"Unknown noise_std '{noise_std}'; give a number, one for each output, or '{PER_OUTPUT}'.")
+        return None
+    if getattr(noise_std, "ndim", 0) or isinstance(noise_std, Sequence):
+        return tuple(checked_positive(std, "noise_std") for std in noise_std)
+    return checked_positive(noise_std, "noise_std")
+
+
+def checked_likelihood(likelihood: Any, noise_std: Any) -> Likelihood:
+    if isinstance(likelihood, str) and likelihood == "regression":
+        noise = checked_noise(noise_std)
+        return Gaussian(1.0 if noise is None else noise)
+    if noise_std is not None:
+        raise ValueError(
+            "noise_std belongs to likelihood='regression'; classification has none, and a likelihood object its own."
+        )
     if isinstance(likelihood, str):
-        raise ValueError(f"Unknown likelihood '{likelihood}'; choose 'classification', 'regression' or an object.")
+        if likelihood not in _WITHOUT_NOISE:
+            names = ", ".join(f"'{name}'" for name in ["regression", *_WITHOUT_NOISE])
+            raise ValueError(f"Unknown likelihood '{likelihood}'; choose one of {names}, or an object.")
+        return _WITHOUT_NOISE[likelihood]()
     if not hasattr(likelihood, "cotangents"):
         raise TypeError(
-            "likelihood must be 'classification', 'regression' or a likelihood object such as "
+            "likelihood must be 'classification', 'regression', 'binary' or a likelihood object such as "
             f"sublaplace.Gaussian(0.1), not {likelihood!r}."
         )
-    if noise_std is not None:
-        raise ValueError("noise_std is part of the likelihood object; give it there, or likelihood='regression'.")
     return likelihood
+
+
+_WITHOUT_NOISE: dict[str, type[Categorical] | type[Bernoulli]] = {
+    "classification": Categorical,
+    "binary": Bernoulli,
+    "multi-label": Bernoulli,
+}

@@ -1,7 +1,7 @@
 """Data as the user has it: loaders of batches, checked, and the inputs X′ drawn from them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,23 +32,51 @@ def one_shot(evidence: str) -> str:
     )
 
 
-def batches(loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """(inputs, targets) of every batch that holds any."""
+class Batch(NamedTuple):
+    """Some training data."""
+
+    inputs: Any
+    targets: Tensor
+    weights: Tensor | None = None  # how often each input counts: (n,); None: once
+
+
+def batches(loader: Iterable[Any]) -> Iterator[Batch]:
+    """Every batch that holds any inputs."""
     for batch in loader:
-        inputs, targets = split_batch(batch)
-        if num_inputs(inputs):
-            yield inputs, targets
+        parts = split_batch(batch)
+        if num_inputs(parts.inputs):
+            yield parts
 
 
-def split_batch(batch: Any) -> tuple[Any, Tensor]:
-    """(inputs, targets) of a batch: a pair, or a mapping with its targets under "labels"."""
+def split_batch(batch: Any) -> Batch:
+    """A pair or triple (inputs, targets[, weights]), or a mapping with "labels" and perhaps "sample_weight"."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise ValueError(f"A batch that is a mapping needs the key 'labels'; it has {sorted(batch)}.")
-        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
-    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        return batch[0], batch[1]
-    raise ValueError("A batch must be a pair (inputs, targets) or a mapping with the key 'labels'.")
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "sample_weight")}
+        return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs))
+    if isinstance(batch, tuple | list) and len(batch) in (2, 3) and isinstance(batch[1], Tensor):
+        return Batch(batch[0], batch[1], _checked_weights(batch[2] if len(batch) == 3 else None, batch[0]))
+    raise ValueError(
+        "A batch must be a pair (inputs, targets), a triple (inputs, targets, weights) or a mapping with the key "
+        "'labels'. Several inputs of one model: ((input, input, …), targets)."
+    )
+
+
+def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:
+    if weights is None:
+        return None
+    n = num_inputs(inputs)
+    # Integers would be weights as well, but a third entry of integers is far more often an index or another label.
+    if not isinstance(weights, Tensor) or weights.shape != (n,) or not weights.is_floating_point():
+        found = f"{tuple(weights.shape)}, {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"The third part of a batch (inputs, targets, weights) must be floating-point sample weights of shape "
+            f"({n},), one for each input; it is {found}. Without weights give pairs (inputs, targets)."
+        )
+    if not torch.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError("Sample weights must be finite and not negative.")
+    return weights
 
 
 def input_batches(inputs: Any) -> Iterator[Any]:
@@ -57,9 +85,27 @@ def input_batches(inputs: Any) -> Iterator[Any]:
         yield inputs
         return
     for batch in inputs:
-        paired = isinstance(batch, tuple | list) and len(batch) == 2
-        labelled = isinstance(batch, Mapping) and "labels" in batch
-        yield split_batch(batch)[0] if paired or labelled else batch
+        labelled = "labels" in batch if isinstance(batch, Mapping) else _is_pair_or_weighted(batch)
+        yield split_batch(batch).inputs if labelled else batch
+
+
+def _is_pair_or_weighted(batch: Any) -> bool:
+    """Whether a batch to be predicted comes with targets; a longer tuple holds several inputs of one model."""
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        return False
+    return len(batch) == 2 or (isinstance(batch[2], Tensor) and batch[2].ndim == 1 and batch[2].is_floating_point())
+
+
+def inputs_at(loader: Iterable[Any], positions: list[int]) -> Any:
+    """The inputs at these places of the stream of all inputs, in the order given."""
+    found: dict[int, Any] = {}
+    wanted, start = set(positions), 0
+    for inputs, _, _ in batches(loader):
+        stop = start + num_inputs(inputs)
+        for position in wanted.intersection(range(start, stop)):
+            found[position] = select(inputs, slice(position - start, position - start + 1))
+        start = stop
+    return join([found[position] for position in positions])
 
 
 def join(batches: list[Any]) -> Any:
@@ -75,6 +121,17 @@ def join(batches: list[Any]) -> Any:
         ) from error
 
 
+class Chained:
+    """Several loaders as one, which may be run through repeatedly."""
+
+    def __init__(self, loaders: tuple[Iterable[Any], ...]) -> None:
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self._loaders:
+            yield from loader
+
+
 class Reservoir:
     """A uniform draw of `size` inputs from a stream of unknown length: those with the smallest random keys.
 
@@ -85,20 +142,33 @@ class Reservoir:
         self._size = size
         self._generator = torch.Generator().manual_seed(seed)
         self._keys = torch.empty(0, dtype=torch.float64)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._seen = 0
         self._inputs: Any = None
 
-    def add(self, inputs: Any) -> None:
-        keys = torch.rand(num_inputs(inputs), generator=self._generator, dtype=torch.float64)
-        if len(self._keys) == self._size:
-            better = torch.nonzero(keys < self._keys.max()).squeeze(1)
-            if not len(better):
-                return
-            keys, inputs = keys[better], select(inputs, better)
-        keys = torch.cat([self._keys, keys])
+    def add(self, inputs: Any, allowed: Tensor | None = None) -> None:
+        """Draws from more inputs; only from those where `allowed` (n,) is true, if it is given."""
+        n = num_inputs(inputs)
+        keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
+        candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
+        if allowed is not None:
+            candidates &= allowed.cpu()
+        chosen = torch.nonzero(candidates).squeeze(1)
+        positions = self._seen + chosen
+        self._seen += n
+        if not len(chosen):
+            return
+        keys, inputs = torch.cat([self._keys, keys[chosen]]), select(inputs, chosen)
         joined = inputs if self._inputs is None else join([self._inputs, inputs])
-        chosen = torch.argsort(keys)[: self._size]
-        self._keys, self._inputs = keys[chosen], select(joined, chosen)
+        best = torch.argsort(keys)[: self._size]
+        self._keys, self._inputs = keys[best], select(joined, best)
+        self._positions = torch.cat([self._positions, positions])[best]
 
     @property
     def inputs(self) -> Any:
         return self._inputs
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the drawn inputs stand in the stream."""
+        return [int(position) for position in self._positions]

@@ -2,57 +2,77 @@
 
 import copy
 import os
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from sublaplace import serialization
-from sublaplace.arguments import checked_count, checked_dim, checked_likelihood, checked_positive, checked_prior
-from sublaplace.curvature import CurvatureStream, reduced_ggn
-from sublaplace.data import Reservoir, checked_loader, input_batches, join
+from sublaplace import checked_file, fitting, serialization
+from sublaplace.arguments import (
+    AUTO,
+    checked_complement,
+    checked_count,
+    checked_dim,
+    checked_likelihood,
+    checked_noise,
+    checked_positive,
+    checked_prior,
+    checked_share,
+)
+from sublaplace.certificate import Bounds, Certificate
+from sublaplace.complement import ComplementedPosterior
+from sublaplace.curvature import reduced_ggn, reduced_ggn_and_product
+from sublaplace.data import Chained, checked_loader, input_batches
+from sublaplace.fitting import Settings, Stage
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
-from sublaplace.likelihoods import Gaussian, Likelihood
-from sublaplace.memory import default_budget, readable, require
-from sublaplace.parameters import ParameterLayout
+from sublaplace.likelihoods import Gaussian, Likelihood, Noise
+from sublaplace.memory import default_budget, require
+from sublaplace.parameters import ParameterLayout, in_working_precision
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.predictive import LINKS, Prediction, probabilities
+from sublaplace.precision import BlockPrecision
+from sublaplace.predictive import LINKS, Prediction
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
 from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
-from sublaplace.survey import Survey, survey_of
-
-_NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
+from sublaplace.summary import summary_text
+from sublaplace.survey import NoiseEstimate, Survey, survey_of
 
 
 class SubspaceLaplace:
     """The Laplace approximation of a trained network in a subspace of its parameters.
 
     Args:
-        model: any module that maps a batch to (n, C); trained; left as it is.
-        likelihood: "classification", "regression" or a likelihood object.
+        model: any module that maps a batch to (n, C); trained; left as it is. Devices and dtypes follow it; a half
+            precision model is copied to float32, with a warning.
+        likelihood: "classification", "regression", "binary" (also "multi-label": yes/no outputs) or a likelihood
+            object, such as ``Categorical(ignore_index=-100)``.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`.
-        dim: s, the dimension of the subspace ("full" and "last-layer" have their own).
+        dim: s, the dimension of the subspace ("full" and "last-layer" have their own). "auto": the smallest that
+            guarantees the share `captured` of the full approximation's trace. 0, with a complement: no subspace.
         prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "marglik": the λ that maximises the evidence of the KFAC
             approximation, found before P is built.
-        noise_std: σ of regression; None: the standard deviation of the training residuals. Alias `sigma_noise`.
+        noise_std: σ of regression, one number or one for each output; None: the standard deviation of the training
+            residuals, pooled over the outputs; "per-output": that of each output. Alias `sigma_noise`.
         subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
-            training data.
+            training data; "perturbed": drawn, with noise of `perturbation` times the spread of each feature.
         num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
+        complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
+            "diagonal".
         memory_budget: bytes for temporary chunks; None: a quarter of what is free.
         seed: of the library's own generators; the global random state is never touched.
         forward: how the model is called, (model, inputs) → (n, C); None: ``model(x)``, ``model(**x)`` for a mapping,
             ``model(*x)`` for a tuple, and ``.logits`` of the result where there is such a thing.
         direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
             None: 1e-8, and 0 for float64 models.
+        captured, max_dim: of dim="auto": the share, and the largest dimension (None: 500).
+        perturbation: of subspace_inputs="perturbed".
+        certified: make what `bounds` and `captured` need in the same pass as the posterior, with no direction dropped;
+            otherwise they make it when first asked, in a pass of their own over the training data.
     """
 
     def __init__(
@@ -60,167 +80,97 @@ class SubspaceLaplace:
         model: nn.Module,
         likelihood: str | Likelihood,
         projector: str | Projector = "lowrank-kfac",
-        dim: int = 100,
+        dim: int | str = 100,
         prior_precision: float | str = 1.0,
-        noise_std: float | None = None,
+        noise_std: float | Sequence[float] | Tensor | str | None = None,
         subspace_inputs: Any = None,
         num_subspace_inputs: int | None = None,
+        complement: str | None = None,
         memory_budget: int | None = None,
         seed: int = 0,
         *,
-        sigma_noise: float | None = None,
+        sigma_noise: float | Sequence[float] | Tensor | str | None = None,
         forward: Callable[[nn.Module, Any], Tensor] | None = None,
         direction_tolerance: float | None = None,
+        captured: float = 0.5,
+        max_dim: int | None = None,
+        perturbation: float = 0.1,
+        certified: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
         if noise_std is not None and sigma_noise is not None:
             raise ValueError("noise_std and sigma_noise are two names of the same thing; give one of them.")
         self.model = model
-        self.projector = _checked_projector(projector)
-        self.requested_dim = checked_dim(dim)
-        # None: λ is tuned when fitting.
-        self._prior_precision = None if prior_precision == "marglik" else checked_prior(prior_precision)
-        self._noise_std = noise_std if noise_std is not None else sigma_noise
-        self._likelihood = checked_likelihood(likelihood, self._noise_std)
-        self._estimates_noise = likelihood == "regression" and self._noise_std is None
-        self._subspace_inputs = subspace_inputs
-        self._num_subspace_inputs = (
-            None if num_subspace_inputs is None else checked_count(num_subspace_inputs, "num_subspace_inputs")
+        given_noise = noise_std if noise_std is not None else sigma_noise
+        self._noise_std = checked_noise(given_noise)
+        estimated_noise: NoiseEstimate | None = None
+        if isinstance(likelihood, str) and likelihood == "regression" and self._noise_std is None:
+            estimated_noise = "pooled" if given_noise is None else "per-output"
+        self._settings = Settings(
+            likelihood=checked_likelihood(likelihood, given_noise),
+            estimated_noise=estimated_noise,
+            projector=_checked_projector(projector, checked_complement(complement), dim),
+            dim=AUTO if isinstance(dim, str) and dim == AUTO else checked_dim(dim, 1 if complement is None else 0),
+            # None: λ is tuned when fitting.
+            prior_precision=None if prior_precision == "marglik" else checked_prior(prior_precision),
+            subspace_inputs=_checked_subspace_inputs(subspace_inputs),
+            num_subspace_inputs=_optional_count(num_subspace_inputs, "num_subspace_inputs"),
+            complement=complement,
+            seed=seed,
+            direction_tolerance=direction_tolerance,
+            certified=certified,
+            captured=checked_share(captured, "captured"),
+            max_dim=_optional_count(max_dim, "max_dim"),
+            perturbation=checked_positive(perturbation, "perturbation"),
         )
-        self._memory_budget = None if memory_budget is None else checked_count(memory_budget, "memory_budget")
-        self.seed = seed
+        self._memory_budget = _optional_count(memory_budget, "memory_budget")
         self._forward = call_model if forward is None else forward
-        self._tolerance = direction_tolerance
         self._layout = ParameterLayout.of(model)
         self._posterior: Posterior | None = None
+        self._certificate: Certificate | None = None
         self._linearization: Linearization | None = None
         self._survey: Survey | None = None
+        self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
         self._fingerprint: tuple[object, ...] = ()
-        self._seconds: dict[str, float] = {}
+        self._stages: dict[str, Stage] = {}
+        self._kfac_trace_ratios: dict[str, float] = {}
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 
-    def fit(self, train_loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        progress: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> "SubspaceLaplace":
         """Builds P and the reduced posterior from a re-iterable of (inputs, targets) batches; returns self.
 
+        A batch may hold sample weights as well, (inputs, targets, weights): weight 2 counts like the input given twice.
         Streams the data a few times: once to look at it, once or twice for the curvature. If anything fails, the model
         and this object are as before.
+
+        checkpoint: a folder where the work done so far is put aside every few seconds; a killed fit called again with
+        it goes on from there, and ends with the same result. It needs a loader that does not shuffle, and is removed
+        when the fit is done.
         """
         loader = checked_loader(train_loader)
-        seconds: dict[str, float] = {}
         linearization = self._new_linearization()
-        with linearization.borrowed():
-            with _timed(seconds, "survey"):
-                survey, subspace_inputs = self._look_at(loader, linearization, progress)
-            context = ProjectorContext(
-                stream=self._stream(loader, linearization, survey, progress),
-                subspace_jacobians=Jacobians(linearization, subspace_inputs),
-                num_data=survey.num_data,
-                num_outputs=survey.num_outputs,
-                dim=self._fitting_dim(linearization),
-                prior_precision=1.0,
-                seed=self.seed,
-            )
-            if self._prior_precision is None:
-                with _timed(seconds, "prior precision"):
-                    context, prior = self._tuned(context, survey)
-            else:
-                prior = self._prior_precision
-            posterior = self._posterior_from(replace(context, prior_precision=prior), seconds)
-        self._posterior, self._linearization, self._survey = posterior, linearization, survey
+        fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
+        self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
+        self._linearization, self._data = linearization, loader
+        self._stages, self._kfac_trace_ratios = fitted.stages, fitted.kfac_trace_ratios
         self._fingerprint = ParameterLayout.fingerprint(self.model)
-        self._seconds = seconds
         return self
 
     def _new_linearization(self) -> Linearization:
-        linearization = Linearization(self.model, self._forward)
+        linearization = Linearization(in_working_precision(self.model), self._forward)
         linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
         return linearization
-
-    def _posterior_from(self, context: ProjectorContext, seconds: dict[str, float]) -> Posterior:
-        if self.projector == "full":
-            with _timed(seconds, "full posterior"):
-                return context.exact()
-        build = PROJECTORS[self.projector] if isinstance(self.projector, str) else self.projector
-        with _timed(seconds, "projector"):
-            projection = build(context)
-        with _timed(seconds, "reduced posterior"):
-            curvature = reduced_ggn(context.stream, projection)
-        return SubspacePosterior(
-            projection,
-            curvature,
-            projection.gram(),
-            context.stream.likelihood.curvature_scale,
-            context.prior_precision,
-        )
-
-    def _stream(
-        self, loader: Iterable[Any], linearization: Linearization, survey: Survey, progress: bool
-    ) -> CurvatureStream:
-        tolerance = self._tolerance
-        if tolerance is None:
-            tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
-        return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
-
-    def _tuned(self, context: ProjectorContext, survey: Survey) -> tuple[ProjectorContext, float]:
-        """λ from the evidence of the KFAC approximation, before P is built, as in the paper."""
-        kfac = context.kfac()
-        context = replace(context, known_kfac=kfac)
-        evidence = self._evidence(kfac, survey)
-        return context, evidence.best_prior(self._noise_of(survey))
 
     def _evidence(self, posterior: Posterior, survey: Survey) -> Evidence:
         squared_norm = float(self._layout.flat(self.model).double().square().sum())
         return evidence_of(posterior, survey, squared_norm)
-
-    @staticmethod
-    def _noise_of(survey: Survey) -> float:
-        return survey.likelihood.noise_std if isinstance(survey.likelihood, Gaussian) else 1.0
-
-    def _fitting_dim(self, linearization: Linearization) -> int:
-        p = self._layout.num_parameters
-        dim = self.requested_dim
-        if self.projector in ("full", "last-layer"):
-            return p
-        if dim > p:
-            warnings.warn(f"dim={dim} is above the number of parameters; dim={p}, their rank, is used.", stacklevel=3)
-            dim = p
-        if not (isinstance(self.projector, str) and self.projector.startswith("subset")):
-            require(
-                2 * p * dim * linearization.dtype.itemsize,
-                linearization.device,
-                f"A projection of {p:,} × {dim:,} numbers",
-                "Choose a smaller dim, a subset projector (which stores indices only), or fewer parameters with "
-                "requires_grad=True.",
-            )
-        return dim
-
-    def _look_at(self, loader: Iterable[Any], linearization: Linearization, progress: bool) -> tuple[Survey, Any]:
-        """The survey of the training data, and X′."""
-        given = self._subspace_inputs
-        draws = given is None and self.projector not in _NEEDS_NO_INPUTS
-
-        def reservoir_for(num_outputs: int) -> Reservoir | None:
-            if not draws:
-                return None
-            size = self._num_subspace_inputs or max(100, ceil(2 * self.requested_dim / num_outputs))
-            return Reservoir(size, self.seed)
-
-        survey, reservoir = survey_of(
-            loader, linearization, self._likelihood, self._estimates_noise, reservoir_for, progress
-        )
-        if given is not None:
-            return survey, linearization.to_device(self._joined(given, "subspace_inputs"))
-        return survey, reservoir.inputs if reservoir else None
-
-    @staticmethod
-    def _joined(x: Any, what: str) -> Any:
-        """All inputs of a tensor, mapping or loader as one batch."""
-        batches_of_inputs = list(input_batches(x))
-        if not any(num_inputs(inputs) for inputs in batches_of_inputs):
-            raise ValueError(f"There are no inputs: {what} is empty.")
-        return join(batches_of_inputs)
 
     # Predicting -------------------------------------------------------------------------------------------------------
 
@@ -231,34 +181,39 @@ class SubspaceLaplace:
             return prediction.probabilities
         return prediction.mean, prediction.epistemic
 
-    def predict(self, x: Any, link: str = "probit", samples: int = 1000) -> Prediction:
+    def predict(self, x: Any, link: str = "probit", samples: int = 1000, progress: bool = False) -> Prediction:
         """The prediction for a tensor, a dict batch or a loader of inputs, in chunks under the memory budget.
 
-        link: how logits become probabilities, "probit", "mc" (with `samples`) or "bridge".
+        link: how logits become probabilities, "probit", "mc" (with `samples`) or "bridge". progress: show a bar.
         """
         if link not in LINKS:
             raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
         posterior, survey = self._fitted()
+        self._require_room_for_covariances(x)
         means, covariances = [], []
         with self._usable_linearization().borrowed():
-            for jacobian in self._jacobians(x):
+            for jacobian in self._jacobians(x, progress):
                 means.append(jacobian.outputs)
                 covariances.append(posterior.covariance(jacobian))
-        mean, covariance = torch.cat(means), torch.cat(covariances)
-        if isinstance(survey.likelihood, Gaussian):
-            noise = survey.likelihood.noise_std**2 * torch.eye(survey.num_outputs).to(covariance)
-            return Prediction(mean, covariance, total=covariance + noise)
-        generator = torch.Generator().manual_seed(self.seed)
-        return Prediction(mean, covariance, probabilities(mean, covariance, link, samples, generator))
+        generator = torch.Generator().manual_seed(self._settings.seed)
+        return survey.likelihood.prediction(torch.cat(means), torch.cat(covariances), link, samples, generator)
 
     def functional_covariance(self, x: Any, joint: bool = False) -> Tensor:
         """Σ_{P,x} = J P (PᵀΛP)⁻¹ PᵀJᵀ for each input (n, C, C), or with `joint` over all of them (nC, nC)."""
         posterior, _ = self._fitted()
         linearization = self._usable_linearization()
         if not joint:
+            self._require_room_for_covariances(x)
             with linearization.borrowed():
                 return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
-        inputs = linearization.to_device(self._joined(x, "x"))
+        inputs = linearization.to_device(fitting.joined_inputs(x, "x"))
+        rows = num_inputs(inputs) * self._fitted()[1].num_outputs
+        require(
+            2 * 8 * rows**2,
+            linearization.device,
+            f"A joint covariance of {rows:,} outputs",
+            "Give fewer inputs at once, or use joint=False.",
+        )
         return posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
     def functional_variance(self, x: Any) -> Tensor:
@@ -267,21 +222,80 @@ class SubspaceLaplace:
         with self._usable_linearization().borrowed():
             return torch.cat([posterior.variance(jacobian) for jacobian in self._jacobians(x)])
 
+    def _require_room_for_covariances(self, x: Any) -> None:
+        """A word before (n, C, C) numbers that do not fit; for a loader, whose length is not known, there is none."""
+        if isinstance(x, Tensor | Mapping):
+            n, C = num_inputs(x), self._fitted()[1].num_outputs
+            linearization = self._usable_linearization()
+            require(
+                2 * n * C**2 * linearization.dtype.itemsize,
+                linearization.device,
+                f"An array of covariances of {C:,} outputs for {n:,} inputs",
+                "Give fewer inputs at once, or use functional_variance, which needs C numbers an input.",
+            )
+
+    def bounds(self, x: Any, progress: bool = False) -> Bounds:
+        """Covariances between which that of the full Laplace approximation lies, for each input: lower ≼ Σ ≼ upper.
+
+        The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
+        interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
+        """
+        certificate, survey = self._certified(progress), self._fitted()[1]
+        outputs, lower, upper = [], [], []
+        with self._usable_linearization().borrowed():
+            for jacobian in self._jacobians(x, progress):
+                outputs.append(jacobian.outputs)
+                lower.append(certificate.lower(jacobian).to(jacobian.outputs.dtype))
+                upper.append(certificate.upper(jacobian).to(jacobian.outputs.dtype))
+        result = Bounds(torch.cat(lower), torch.cat(upper))
+        variances = (ends.diagonal(dim1=1, dim2=2) for ends in result)
+        result.probabilities = survey.likelihood.probability_interval(torch.cat(outputs), *variances)
+        return result
+
+    def captured(self, x: Any, progress: bool = False) -> Tensor:
+        """The share of the full Laplace approximation's trace that every leading dimension captures at least: (s,).
+
+        Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs; in float64.
+        """
+        certificate = self._certified(progress)
+        with self._usable_linearization().borrowed():
+            return fitting.captured(certificate, self._jacobians(x, progress))
+
+    def _certified(self, progress: bool) -> Certificate:
+        """The certificate; made from the training data where the fit did not."""
+        posterior, linearization = self._subspace(), self._usable_linearization()
+        if self._certificate is None:
+            if self._data is None:
+                raise RuntimeError(
+                    "Bounds need the products of the GGN with the subspace, which were not saved: fit with "
+                    "certified=True before saving."
+                )
+            self._certificate = fitting.certificate_of(
+                self._settings, posterior, self._fitted()[1], self._data, linearization, progress
+            )
+        return self._certificate
+
     def trace(self, x: Any) -> Tensor:
-        """Tr Σ_{P,x} over all inputs, for every leading dimension 1 … s: (s,) in float64, for the price of one."""
+        """Tr Σ_{P,x} over all inputs, for every leading dimension 1 … s: (s,) in float64, for the price of one.
+
+        Of the subspace alone, without a complement.
+        """
         posterior = self._subspace()
         with self._usable_linearization().borrowed():
             return torch.stack([posterior.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
 
-    def _jacobians(self, x: Any) -> Iterator[Jacobian]:
+    def _jacobians(self, x: Any, progress: bool = False) -> Iterator[Jacobian]:
         linearization = self._linearization
         assert linearization is not None
+        total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
-        for inputs in input_batches(x):
-            if num_inputs(inputs):
-                for jacobian in linearization.chunks(linearization.to_device(inputs)):
-                    seen += jacobian.num_inputs
-                    yield jacobian
+        with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
+            for inputs in input_batches(x):
+                if num_inputs(inputs):
+                    for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                        yield jacobian
+                        seen += jacobian.num_inputs
+                        bar.update(jacobian.num_inputs)
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
@@ -300,10 +314,17 @@ class SubspaceLaplace:
         return projection.matrix()
 
     @property
+    def projector(self) -> str | Projector:
+        """As it was given."""
+        return self._settings.projector
+
+    @property
     def dim(self) -> int:
-        """s, as used: p for "full"; at most the numerical rank."""
+        """s, as used: p for "full", 0 for a complement alone; at most the numerical rank."""
         posterior, _ = self._fitted()
-        return posterior.dim if isinstance(posterior, SubspacePosterior) else self._layout.num_parameters
+        if isinstance(posterior, SubspacePosterior | ComplementedPosterior):
+            return posterior.dim
+        return 0 if isinstance(posterior, BlockPrecision) else self._layout.num_parameters
 
     @property
     def num_parameters(self) -> int:
@@ -313,27 +334,32 @@ class SubspaceLaplace:
     @property
     def prior_precision(self) -> float | None:
         """λ; None before fit where it is to be tuned."""
-        return self._posterior.prior_precision if self._posterior is not None else self._prior_precision
+        return self._posterior.prior_precision if self._posterior is not None else self._settings.prior_precision
 
     @property
-    def noise_std(self) -> float | None:
-        """σ of regression, given or estimated; None for classification and before an estimate."""
-        likelihood = self._survey.likelihood if self._survey else self._likelihood
+    def noise_std(self) -> Noise | None:
+        """σ of regression, given or estimated, one number or one for each output; None for classification and before
+        an estimate."""
+        likelihood = self._survey.likelihood if self._survey else self._settings.likelihood
         if not isinstance(likelihood, Gaussian):
             return None
         return likelihood.noise_std if self._survey else self._noise_std
 
     def truncate(self, dim: int) -> "SubspaceLaplace":
         """The same posterior in the leading `dim` dimensions, without a pass over the data."""
-        posterior = self._subspace()
-        if checked_dim(dim) > posterior.dim:
-            raise ValueError(f"Cannot truncate to {dim} dimensions: there are {posterior.dim}.")
-        return self._with(posterior.truncated(dim))
+        subspace = self._subspace()
+        if checked_dim(dim) > subspace.dim:
+            raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
+        whole = self._posterior if isinstance(self._posterior, ComplementedPosterior) else subspace
+        certificate = None if self._certificate is None else self._certificate.truncated(dim)
+        return self._with(whole.truncated(dim), certificate)
 
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """The same subspace under another λ, without a pass over the data (P was built at the old λ)."""
         posterior, _ = self._fitted()
-        return self._with(posterior.with_prior(checked_prior(prior_precision)))
+        prior = checked_prior(prior_precision)
+        certificate = None if self._certificate is None else self._certificate.with_prior(prior)
+        return self._with(posterior.with_prior(prior), certificate)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
@@ -346,13 +372,27 @@ class SubspaceLaplace:
         posterior, survey = self._fitted()
         self._usable_linearization()
         prior = posterior.prior_precision if prior_precision is None else prior_precision
-        noise = self._noise_of(survey) if noise_std is None else noise_std
         checked_positive(prior, "prior_precision")
-        checked_positive(noise, "noise_std")
-        return self._evidence(posterior, survey)(*(torch.as_tensor(v, dtype=torch.float64) for v in (prior, noise)))
+        noise = torch.as_tensor(survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        if noise_std is not None:
+            checked_noise(noise)
+            self._require_noise_like(posterior, survey, noise.numel())
+        return self._evidence(posterior, survey)(torch.as_tensor(prior, dtype=torch.float64), noise)
+
+    @staticmethod
+    def _require_noise_like(posterior: Posterior, survey: Survey, count: int) -> None:
+        """Whether the evidence is known at another σ of so many numbers."""
+        scales = survey.likelihood.curvature_scales
+        if count != len(scales):
+            raise ValueError(f"noise_std holds {count} numbers, but the posterior was fitted with {len(scales)}.")
+        posterior.with_scales(scales)  # refuses where the outputs were summed up
 
     def optimize_prior_precision(
-        self, method: str = "marglik", val_loader: Iterable[Any] | None = None, tune_noise: bool = False
+        self,
+        method: str = "marglik",
+        val_loader: Iterable[Any] | None = None,
+        tune_noise: bool = False,
+        progress: bool = False,
     ) -> "SubspaceLaplace":
         """Sets λ to its best value, with P kept, and returns self.
 
@@ -361,8 +401,10 @@ class SubspaceLaplace:
         """
         posterior, survey = self._fitted()
         self._usable_linearization()
-        noise = self._noise_of(survey)
+        noise = survey.noise_std
         if method == "marglik":
+            if tune_noise:
+                self._require_noise_like(posterior, survey, len(survey.likelihood.curvature_scales))
             evidence = self._evidence(posterior, survey)
             prior, noise = evidence.best_prior_and_noise(noise) if tune_noise else (evidence.best_prior(noise), noise)
         elif method == "validation":
@@ -372,13 +414,18 @@ class SubspaceLaplace:
                 raise ValueError("tune_noise=True goes with method='marglik'; validation data tune λ alone.")
             linearization = self._usable_linearization()
             with linearization.borrowed():
-                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization)
+                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization, progress)
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
         if isinstance(survey.likelihood, Gaussian) and tune_noise:
-            survey = replace(survey.with_noise(noise), estimates_noise=False)
-            posterior = posterior.with_scale(survey.likelihood.curvature_scale)
+            survey = replace(survey.with_noise(noise), estimated_noise=None)
+            scales = survey.likelihood.curvature_scales
+            posterior = posterior.with_scales(scales)
+            if self._certificate is not None:
+                # With several scales the products were summed over the outputs: they are made anew when asked for.
+                self._certificate = self._certificate.with_scale(scales[0]) if len(scales) == 1 else None
         self._posterior, self._survey = posterior.with_prior(prior), survey
+        self._certificate = None if self._certificate is None else self._certificate.with_prior(prior)
         return self
 
     def sample(self, count: int) -> Tensor:
@@ -386,7 +433,7 @@ class SubspaceLaplace:
         posterior, _ = self._fitted()
         linearization = self._usable_linearization()
         drawn = posterior.sample(self._noise(count))
-        return self._layout.flat(self.model) + drawn.to(linearization.device, linearization.dtype)
+        return self._layout.flat(linearization.model) + drawn.to(linearization.device, linearization.dtype)
 
     def functional_samples(self, x: Any, count: int) -> Tensor:
         """Draws of the linearised network's outputs, (count, n, C); a draw is one function, smooth across inputs and
@@ -401,21 +448,45 @@ class SubspaceLaplace:
 
     def _noise(self, count: int) -> Callable[[int], Tensor]:
         rows = checked_count(count, "count")
-        generator = torch.Generator().manual_seed(self.seed)
+        require(
+            3 * 8 * rows * self._layout.num_parameters,
+            self._usable_linearization().device,
+            f"A set of {rows:,} draws of {self._layout.num_parameters:,} parameters",
+            "Draw fewer at once.",
+        )
+        generator = torch.Generator().manual_seed(self._settings.seed)
         return lambda width: torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
     def update(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
         """A new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
         posterior, survey = self._subspace(), self._fitted()[1]
+        if isinstance(self._posterior, ComplementedPosterior):
+            raise ValueError(
+                "A posterior with a complement cannot be updated: its factors outside of the subspace were summed over "
+                "the first data alone. Fit again on all data."
+            )
         linearization = self._usable_linearization()
         loader = checked_loader(loader)
+        certificate = self._certificate
         with linearization.borrowed():
-            added, _ = survey_of(loader, linearization, survey.likelihood, False, lambda _: None, progress)
-            stream = self._stream(loader, linearization, added, progress)
-            curvature = posterior.curvature + reduced_ggn(stream, posterior.projection)
+            added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
+            stream = self._settings.stream(loader, linearization, added, progress)
+            if certificate is None:
+                curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
+            else:
+                exact = replace(stream, tolerance=0.0)
+                more, products = reduced_ggn_and_product(exact, posterior.projection)
+                curvatures = certificate.subspace.curvatures + more
+                product = {name: part + products[name] for name, part in certificate.product.items()}
         joined = survey.joined(added)
-        other = self._with(replace(posterior, curvature=curvature, scale=joined.likelihood.curvature_scale))
+        scales = joined.likelihood.curvature_scales
+        updated = replace(posterior, curvatures=curvatures, scales=scales)
+        if certificate is not None:
+            one = len(scales) == 1
+            certificate = Certificate(updated, product, scales[0]) if one else None
+        other = self._with(updated, certificate)
         other._survey = joined
+        other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -423,16 +494,22 @@ class SubspaceLaplace:
         posterior, survey = self._fitted()
         self._usable_linearization()
         tensors, numbers = serialization.posterior_tensors(posterior)
+        settings = self._settings
         description = {
             "posterior": numbers,
+            "certificate": None,
             "model": serialization.model_fingerprint(self.model),
             "survey": serialization.survey_numbers(survey),
-            "projector": self.projector if isinstance(self.projector, str) else None,
-            "dim": self.requested_dim,
-            "seed": self.seed,
-            "direction_tolerance": self._tolerance,
+            "projector": settings.projector if isinstance(settings.projector, str) else None,
+            "dim": settings.dim,
+            "complement": settings.complement,
+            "seed": settings.seed,
+            "direction_tolerance": settings.direction_tolerance,
         }
-        serialization.write(path, tensors, description)
+        if self._certificate is not None:
+            products, description["certificate"] = serialization.certificate_tensors(self._certificate)
+            tensors = tensors | products
+        checked_file.write(path, tensors, description)
 
     @classmethod
     def load(
@@ -447,8 +524,7 @@ class SubspaceLaplace:
         No code is executed. Raises `SavedFileError` for a file that is not ours, altered or from another model.
         """
         layout = ParameterLayout.of(model)
-        device, dtype = layout.flat(model).device, layout.flat(model).dtype
-        tensors, description = serialization.read(path, device)
+        tensors, description = checked_file.read(path, layout.flat(model).device)
         try:
             serialization.require_same_model(description["model"], model)
             survey = serialization.survey_from(description["survey"])
@@ -457,6 +533,7 @@ class SubspaceLaplace:
                 survey.likelihood,
                 projector=description["projector"] or custom,
                 dim=description["dim"],
+                complement=description["complement"],
                 prior_precision=description["posterior"]["prior_precision"],
                 seed=description["seed"],
                 forward=forward,
@@ -464,46 +541,29 @@ class SubspaceLaplace:
                 direction_tolerance=description["direction_tolerance"],
             )
             la._survey = survey
-            la._posterior = serialization.posterior_from(tensors, description["posterior"], layout, dtype)
+            la._linearization = la._new_linearization()
+            la._posterior = serialization.posterior_from(
+                tensors, description["posterior"], layout, la._linearization.dtype
+            )
+            if description["certificate"] is not None:
+                la._certificate = serialization.certificate_from(
+                    tensors, description["certificate"], layout, la._linearization.dtype
+                )
         except (KeyError, TypeError) as error:
-            raise serialization.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._linearization = la._new_linearization()
+            raise checked_file.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 
     def summary(self) -> str:
-        """What was fitted, as text: sizes, λ, σ, how parameters are treated, and the seconds of each stage."""
+        """What was fitted, as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage."""
         posterior, survey = self._fitted()
-        linearization = self._usable_linearization()
-        lines = [
-            repr(self),
-            f"  parameters p      {self.num_parameters:,} in {len(self._layout.names)} tensors ({linearization.dtype})",
-            f"  dimension s       {self.dim:,}",
-            f"  prior precision λ {posterior.prior_precision:.6g}",
-        ]
-        if self.noise_std is not None:
-            lines.append(f"  noise σ           {self.noise_std:.6g}{' (estimated)' if survey.estimates_noise else ''}")
-        lines += [
-            f"  data N            {survey.num_data:,} inputs, {survey.num_outputs} outputs",
-            f"  memory of P       {readable(self._projection_bytes())}",
-            f"  backward passes   {linearization.passes:,} through one input",
-        ]
-        for name, why in linearization.unusual_parameters().items():
-            lines.append(f"  general path      {name}: {why}")
-        for stage, seconds in self._seconds.items():
-            lines.append(f"  {stage:<18}{seconds:.2f} s")
-        return "\n".join(lines)
+        return summary_text(
+            repr(self), posterior, survey, self._usable_linearization(), self._stages, self._kfac_trace_ratios
+        )
 
-    def _projection_bytes(self) -> int:
-        posterior, _ = self._fitted()
-        if not isinstance(posterior, SubspacePosterior):
-            return 0
-        tensors, _ = serialization.posterior_tensors(posterior)
-        return sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(("basis", "indices")))
-
-    def _with(self, posterior: Posterior) -> "SubspaceLaplace":
+    def _with(self, posterior: Posterior, certificate: Certificate | None) -> "SubspaceLaplace":
         other = copy.copy(self)
-        other._posterior = posterior
+        other._posterior, other._certificate = posterior, certificate
         return other
 
     def _fitted(self) -> tuple[Posterior, Survey]:
@@ -513,9 +573,12 @@ class SubspaceLaplace:
 
     def _subspace(self) -> SubspacePosterior:
         posterior, _ = self._fitted()
+        if isinstance(posterior, ComplementedPosterior):
+            return posterior.inside
         if not isinstance(posterior, SubspacePosterior):
+            which = "projector='full'" if self.dim else "dim=0"
             raise ValueError(
-                "projector='full' has no subspace: no projection, leading dimensions, truncation or update."
+                f"{which} has no subspace: no projection, leading dimensions, truncation, update or bounds."
             )
         return posterior
 
@@ -529,20 +592,17 @@ class SubspaceLaplace:
         return self._linearization
 
     def __repr__(self) -> str:
-        name = self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
-        head = f"SubspaceLaplace({type(self.model).__name__}, {self._likelihood.kind}, {name}"
+        settings = self._settings
+        outside = "" if settings.complement is None else f" + {settings.complement} outside"
+        what = f"{settings.likelihood.kind}, {settings.projector_name}{outside}"
+        head = f"SubspaceLaplace({type(self.model).__name__}, {what}"
         if self._posterior is None or self._survey is None:
             return f"{head}, not fitted)"
-        noise = "" if self.noise_std is None else f", σ={self.noise_std:.4g}"
+        noise = self.noise_std
+        stds = () if noise is None else noise if isinstance(noise, tuple) else (noise,)
+        sigma = f", σ={', '.join(f'{std:.4g}' for std in stds)}" if stds else ""
         prior = f"λ={self._posterior.prior_precision:.4g}"
-        return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{noise}, N={self._survey.num_data:,})"
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[stage] = time.perf_counter() - start
+        return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._survey.num_data:,})"
 
 
 def custom(context: ProjectorContext) -> Projection:
@@ -550,11 +610,25 @@ def custom(context: ProjectorContext) -> Projection:
     raise RuntimeError("This posterior was loaded, and its projector was a function: make a new one to fit again.")
 
 
-def _checked_projector(projector: Any) -> str | Projector:
+def _checked_projector(projector: Any, complement: str | None, dim: Any) -> str | Projector:
     if isinstance(projector, str):
         if projector != "full" and projector not in PROJECTORS:
             raise ValueError(f"Unknown projector '{projector}'; choose one of {', '.join([*PROJECTORS, 'full'])}.")
+        if projector == "full" and (complement is not None or dim == AUTO):
+            raise ValueError("projector='full' leaves nothing outside: it goes without a complement and dim='auto'.")
+        if dim == AUTO and projector not in ("lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn"):
+            raise ValueError("dim='auto' needs a low-rank projector, whose inputs it can hold back a part of.")
         return projector
     if not callable(projector):
         raise TypeError("projector must be a name or a function from a ProjectorContext to a Projection.")
     return projector
+
+
+def _checked_subspace_inputs(inputs: Any) -> Any:
+    if isinstance(inputs, str) and inputs != fitting.PERTURBED:
+        raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, '{fitting.PERTURBED}' or None.")
+    return inputs
+
+
+def _optional_count(count: Any, name: str) -> int | None:
+    return None if count is None else checked_count(count, name)

@@ -1,11 +1,11 @@
 r"""Likelihoods: how outputs and targets are compared, and the root of the output Hessian that curvature needs.
 
 With :math:`H = \nabla_f^2 (-\ln p(y|f)) = R R^\top`, the GGN is :math:`\sum_i J_i^\top R_i R_i^\top J_i`, and a column
-of R is the cotangent of one backward pass. Both likelihoods give the columns as `cotangents` (n, K, C).
+of R is the cotangent of one backward pass. Every likelihood gives the columns as `cotangents` (n, K, C).
 """
 
 from dataclasses import dataclass, replace
-from math import log, pi
+from math import isfinite, pi
 from typing import Protocol
 
 import torch
@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from sublaplace.predictive import probit
+from sublaplace.predictive import (
+    Interval,
+    Prediction,
+    mean_sigmoid,
+    mean_softmax,
+    probit,
+    probit_interval,
+    sigmoid_interval,
+)
+
+Noise = float | tuple[float, ...]
+"""σ of regression: one number, or one for each output."""
 
 
 class Likelihood(Protocol):
@@ -21,11 +32,14 @@ class Likelihood(Protocol):
 
     @property
     def kind(self) -> str:
-        """'regression' or 'classification'."""
+        """Its name for people, such as 'classification'."""
 
     @property
-    def curvature_scale(self) -> float:
-        """The factor between the GGN and Σ JᵀRRᵀJ: kept apart, so that it can change without a pass over data."""
+    def curvature_scales(self) -> tuple[float, ...]:
+        """The factors between H and RRᵀ, one for all or one for each row of R: H = Rᵀdiag(scales)R.
+
+        Kept apart, so that they can change without a pass over data.
+        """
 
     def cotangents(self, outputs: Tensor) -> Tensor:
         """The columns of R as rows: (n, K, C), most important first."""
@@ -33,24 +47,37 @@ class Likelihood(Protocol):
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises ValueError where targets do not fit to outputs."""
 
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """1 for a target that counts, 0 for one that is to be ignored: (n, 1), or (n, C); None: all count."""
+
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """ln p(y|f) for every input: (n,), in float64."""
+        """ln p(y|f) for every input: (n,), in float64; an ignored target adds nothing."""
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         """ln p(y|x, D) for every input, with outputs of this covariance (n, C, C): (n,), in float64."""
 
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The usual loss that networks are trained with, averaged over the batch; it does not depend on σ."""
+    def prediction(
+        self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
+    ) -> Prediction:
+        """What is predicted for outputs of this covariance."""
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval | None:
+        """The ends of the predicted probabilities over all variances (n, C) between two; None for regression."""
+
+    def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The usual loss that networks are trained with, for every input (n,); it does not depend on σ."""
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """p(y|f) = N(y | f, σ² I): H = I/σ². The root is kept without σ (R = I), σ⁻² is the curvature scale."""
+    """p(y|f) = N(y | f, diag σ²): H = diag σ⁻². σ is one number or one for each output; the root is kept without it."""
 
-    noise_std: float = 1.0
+    noise_std: Noise = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.noise_std > 0 and self.noise_std < float("inf")):
+        if not self.stds:
+            raise ValueError("noise_std holds no number; give one, or one for each output.")
+        if not all(isfinite(std) and std > 0 for std in self.stds):
             raise ValueError(f"noise_std must be positive and finite, not {self.noise_std}.")
 
     @property
@@ -58,11 +85,21 @@ class Gaussian:
         return "regression"
 
     @property
-    def curvature_scale(self) -> float:
-        return self.noise_std**-2
+    def stds(self) -> tuple[float, ...]:
+        """σ as a tuple of one or C numbers."""
+        return self.noise_std if isinstance(self.noise_std, tuple) else (self.noise_std,)
 
-    def with_noise(self, noise_std: float) -> "Gaussian":
+    @property
+    def curvature_scales(self) -> tuple[float, ...]:
+        return tuple(std**-2 for std in self.stds)
+
+    def with_noise(self, noise_std: Noise) -> "Gaussian":
         return replace(self, noise_std=noise_std)
+
+    def variances(self, outputs: Tensor) -> Tensor:
+        """σ² of every output: (C,), in float64."""
+        stds = torch.tensor(self.stds, dtype=torch.float64, device=outputs.device)
+        return stds.square().expand(outputs.shape[1])
 
     def cotangents(self, outputs: Tensor) -> Tensor:
         n, C = outputs.shape
@@ -78,69 +115,110 @@ class Gaussian:
             )
         if not torch.isfinite(targets).all():
             raise ValueError("The targets hold NaN or infinity.")
+        if len(self.stds) not in (1, outputs.shape[1]):
+            raise ValueError(
+                f"noise_std holds {len(self.stds)} numbers, but the model has {outputs.shape[1]} outputs; give one "
+                "number, or one for each output."
+            )
+
+    def counted(self, targets: Tensor) -> None:
+        return None
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        squares = (outputs.double() - targets.double()).square().sum(1)
-        return -0.5 * (squares * self.noise_std**-2 + outputs.shape[1] * log(2 * pi * self.noise_std**2))
+        variances = self.variances(outputs)
+        squares = (outputs.double() - targets.double()).square()
+        return -0.5 * (squares / variances + (2 * pi * variances).log()).sum(1)
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
-        noise = self.noise_std**2 * torch.eye(outputs.shape[1], dtype=torch.float64, device=outputs.device)
-        normal = MultivariateNormal(outputs.double(), covariance.double() + noise, validate_args=False)
-        return normal.log_prob(targets.double())
+        total = covariance.double() + self.variances(outputs).diag()
+        return MultivariateNormal(outputs.double(), total, validate_args=False).log_prob(targets.double())
 
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs, targets)
+    def prediction(
+        self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
+    ) -> Prediction:
+        return Prediction(outputs, covariance, total=covariance + self.variances(outputs).diag().to(covariance))
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> None:
+        return None
+
+    def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Residuals:
-    """Sums over the residuals y − f of a data set, from which σ and the likelihood follow for any σ.
+    """Weighted sums over the residuals y − f of a data set for each output, from which σ and the likelihood follow.
 
     Squares are summed about the mean, so that no digits cancel when parts are joined.
     """
 
-    count: int = 0
-    mean: float = 0.0
-    spread: float = 0.0  # Σ (r − mean)²
+    count: Tensor  # Σ w: (C,), float64
+    mean: Tensor  # Σ w r / Σ w
+    spread: Tensor  # Σ w (r − mean)²
 
     @classmethod
-    def of(cls, residuals: Tensor) -> "Residuals":
-        values = residuals.double()
-        mean = float(values.mean())
-        return cls(values.numel(), mean, float((values - mean).square().sum()))
+    def none(cls, num_outputs: int) -> "Residuals":
+        zeros = torch.zeros(num_outputs, dtype=torch.float64)
+        return cls(zeros, zeros, zeros)
+
+    @classmethod
+    def of(cls, residuals: Tensor, weights: Tensor | None = None) -> "Residuals":
+        """Of residuals (n, C) with weights (n,)."""
+        values = residuals.double().cpu()
+        w = torch.ones(len(values), 1, dtype=torch.float64) if weights is None else weights.double().cpu()[:, None]
+        count = w.sum().expand(values.shape[1])
+        mean = (w * values).sum(0) / count.clamp_min(torch.finfo(torch.float64).tiny)
+        return cls(count, mean, (w * (values - mean).square()).sum(0))
 
     def joined(self, other: "Residuals") -> "Residuals":
         total, shift = self.count + other.count, other.mean - self.mean
-        if not total:
-            return self
-        spread = self.spread + other.spread + shift**2 * self.count * other.count / total
-        return Residuals(total, self.mean + shift * other.count / total, spread)
+        share = other.count / total.clamp_min(torch.finfo(torch.float64).tiny)
+        spread = self.spread + other.spread + shift.square() * self.count * share
+        return Residuals(total, self.mean + shift * share, spread)
 
-    def standard_deviation(self) -> float:
-        """About the mean, pooled over the outputs."""
-        if self.spread <= 0:
+    def pooled(self) -> "Residuals":
+        """As if all outputs were one."""
+        parts = [Residuals(*values) for values in zip(*(t.view(-1, 1) for t in self.sums), strict=True)]
+        result = parts[0]
+        for part in parts[1:]:
+            result = result.joined(part)
+        return result
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count, self.mean, self.spread
+
+    def standard_deviations(self) -> tuple[float, ...]:
+        """About the mean, of each output."""
+        if not (self.spread > 0).all():
             raise ValueError(
                 "The training residuals are all equal, so no noise can be estimated from them; give noise_std."
             )
-        return (self.spread / self.count) ** 0.5
+        return tuple((self.spread / self.count).sqrt().tolist())
+
+    def standard_deviation(self) -> float:
+        """About the mean, pooled over the outputs."""
+        return self.pooled().standard_deviations()[0]
 
     def log_likelihood(self, noise_std: Tensor) -> Tensor:
-        """Σ ln N(y | f, σ²), differentiable in σ."""
-        squares = self.spread + self.count * self.mean**2
-        return -0.5 * (squares / noise_std**2 + self.count * (2 * pi * noise_std**2).log())
+        """Σ ln N(y | f, σ²), differentiable in σ, which is one number or one for each output."""
+        squares = self.spread + self.count * self.mean.square()
+        return -0.5 * (squares / noise_std**2 + self.count * (2 * pi * noise_std**2).log()).sum()
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """p(y|f) = softmax(f)_y: H = diag φ − φφᵀ, of rank C − 1."""
+    """p(y|f) = softmax(f)_y: H = diag φ − φφᵀ, of rank C − 1. Inputs with the label `ignore_index` do not count."""
+
+    ignore_index: int | None = None
 
     @property
     def kind(self) -> str:
         return "classification"
 
     @property
-    def curvature_scale(self) -> float:
-        return 1.0
+    def curvature_scales(self) -> tuple[float, ...]:
+        return (1.0,)
 
     def cotangents(self, outputs: Tensor) -> Tensor:
         """√e_k times the k-th eigenvector of H, descending; beyond C = 64 the columns of diag √φ − φ√φᵀ.
@@ -160,8 +238,7 @@ class Categorical:
         else:
             roots = probabilities.sqrt()
             columns = torch.diag_embed(roots) - roots[:, :, None] * probabilities[:, None, :]
-            order = columns.square().sum(2).argsort(1, descending=True)
-            columns = columns.gather(1, order[:, :, None].expand_as(columns))
+            columns = longest_first(columns)
         return columns.to(outputs.dtype)
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
@@ -174,21 +251,133 @@ class Categorical:
             raise ValueError(f"{len(targets)} labels were given for {len(outputs)} inputs.")
         C = outputs.shape[1]
         if C < 2:
-            raise ValueError("Classification needs at least two outputs (logits); the model has one.")
-        low, high = int(targets.min()), int(targets.max())
+            raise ValueError(
+                "Classification needs at least two outputs (logits); the model has one. For a single yes/no output "
+                "use likelihood='binary'."
+            )
+        kept = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+        if not len(kept):
+            return
+        low, high = int(kept.min()), int(kept.max())
         if low < 0 or high >= C:
-            raise ValueError(f"Labels must lie in 0 … {C - 1}, but they range from {low} to {high}.")
+            hint = " Labels that shall not count: Categorical(ignore_index=…)." if self.ignore_index is None else ""
+            raise ValueError(f"Labels must lie in 0 … {C - 1}, but they range from {low} to {high}.{hint}")
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        return None if self.ignore_index is None else (targets != self.ignore_index)[:, None]
 
     def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.double().log_softmax(1).gather(1, targets[:, None].long()).squeeze(1)
+        return self._picked(outputs.double().log_softmax(1), targets)
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         """By the probit approximation."""
         probabilities = probit(outputs.double(), covariance.double().diagonal(dim1=1, dim2=2))
-        return probabilities.log().gather(1, targets[:, None].long()).squeeze(1)
+        return self._picked(probabilities.log(), targets)
 
-    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets.long())
+    def prediction(
+        self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
+    ) -> Prediction:
+        return Prediction(outputs, covariance, mean_softmax(outputs, covariance, link, samples, generator))
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+        return probit_interval(outputs, lower, upper)
+
+    def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -self._picked(outputs.log_softmax(1), targets)
+
+    def _picked(self, log_probabilities: Tensor, targets: Tensor) -> Tensor:
+        """The entry of each target: (n,); 0 for ignored ones."""
+        counted = self.counted(targets)
+        labels = targets.long() if counted is None else targets.long() * counted[:, 0]
+        picked = log_probabilities.gather(1, labels[:, None]).squeeze(1)
+        return picked if counted is None else picked.where(counted[:, 0], 0)
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """Independent yes/no outputs, p(y_c|f) = sigmoid(f_c) for y_c = 1: H = diag φ(1 − φ).
+
+    One output is binary classification, several are multi-label classification. Targets are 0 or 1, of the shape of
+    the outputs (n, C), or (n,) for one output; those equal to `ignore_index` do not count (missing labels).
+    """
+
+    ignore_index: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "binary"
+
+    @property
+    def curvature_scales(self) -> tuple[float, ...]:
+        return (1.0,)
+
+    def cotangents(self, outputs: Tensor) -> Tensor:
+        """√(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
+        # φ(1 − φ) from the two sigmoids keeps its digits for confident outputs, where 1 − φ does not.
+        spread = outputs.double().sigmoid() * (-outputs.double()).sigmoid()
+        return longest_first(torch.diag_embed(spread.sqrt())).to(outputs.dtype)
+
+    def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
+        single = targets.ndim == 1 and outputs.shape[1] == 1 and len(targets) == len(outputs)
+        if targets.shape != outputs.shape and not single:
+            raise ValueError(
+                f"Yes/no targets have shape {tuple(targets.shape)}, the model's outputs {tuple(outputs.shape)}; they "
+                "must agree."
+            )
+        wrong = (targets != 0) & (targets != 1)
+        if self.ignore_index is not None:
+            wrong &= targets != self.ignore_index
+        if wrong.any():
+            example = targets[wrong].flatten()[0].item()
+            raise ValueError(
+                f"Yes/no targets must be 0 or 1, but there is {example}. Labels that shall not count: "
+                "Bernoulli(ignore_index=…)."
+            )
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        return None if self.ignore_index is None else (targets != self.ignore_index).view(len(targets), -1)
+
+    def log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._log_probabilities(outputs.double(), targets).sum(1)
+
+    def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """By the probit approximation, each output on its own."""
+        variance = covariance.double().diagonal(dim1=1, dim2=2)
+        return self._log_probabilities(outputs.double() / (1 + pi / 8 * variance).sqrt(), targets).sum(1)
+
+    def prediction(
+        self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
+    ) -> Prediction:
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        return Prediction(outputs, covariance, mean_sigmoid(outputs, variance, link, samples, generator))
+
+    def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+        return sigmoid_interval(outputs, lower, upper)
+
+    def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -self._log_probabilities(outputs, targets).mean(1)
+
+    def _log_probabilities(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """ln p of each target: (n, C); 0 for ignored ones."""
+        targets = targets.view(logits.shape)
+        found = F.logsigmoid(torch.where(targets == 1, logits, -logits))
+        counted = self.counted(targets)
+        return found if counted is None else found.where(counted, 0)
+
+
+def target_weights(likelihood: Likelihood, targets: Tensor, weights: Tensor | None) -> Tensor | None:
+    """How much each target counts, from sample weights (n,) and ignored targets: (n, 1), (n, C), or None for once."""
+    counted = likelihood.counted(targets)
+    if weights is None:
+        return None if counted is None else counted.double()
+    each = weights.double()[:, None]
+    return each if counted is None else each * counted
+
+
+def longest_first(columns: Tensor) -> Tensor:
+    """Cotangents (n, K, C) of each input, ordered by their length."""
+    order = columns.square().sum(2).argsort(1, descending=True)
+    return columns.gather(1, order[:, :, None].expand_as(columns))
 
 
 def significant(cotangents: Tensor, tolerance: float) -> Tensor:

@@ -1,8 +1,14 @@
 """How much memory there is, and a clear word before too much is asked for."""
 
 import os
+import sys
 
 import torch
+
+try:
+    import resource
+except ImportError:  # there is none on Windows
+    resource = None  # type: ignore[assignment]
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -44,3 +50,13 @@ def readable(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that this process (or its part of the device) has held so far; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu" or resource is None:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

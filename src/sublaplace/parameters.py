@@ -1,5 +1,7 @@
 """The parameters that are Bayesian, and a trained model borrowed without leaving a trace."""
 
+import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +10,8 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+
+from sublaplace.memory import readable
 
 Vectors = dict[str, Tensor]
 """A few vectors of parameter space: for every parameter a (count, size) matrix, one row a vector.
@@ -99,6 +103,28 @@ class ParameterLayout:
             if len(where):
                 result[name] = (where, indices[where] - part.start)
         return result
+
+
+HALF_PRECISIONS = (torch.float16, torch.bfloat16)
+
+
+def in_working_precision(model: nn.Module) -> nn.Module:
+    """The model itself, or a float32 copy of one whose parameters have half precision, with a word about it.
+
+    A Jacobian row is a sum of many products of activations and gradients: with 8 or 11 significant bits it would be
+    mostly rounding, and gradients below 6e-8 vanish in float16. Frozen parameters may have any precision.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    if not dtypes.intersection(HALF_PRECISIONS):
+        return model
+    size = readable(4 * sum(p.numel() for p in model.parameters()))
+    warnings.warn(
+        f"The model has {', '.join(sorted(map(str, dtypes)))} parameters. Its outputs, Jacobians and curvature are "
+        f"computed on a float32 copy ({size}), the s × s algebra in float64, and predictions are float32; the model "
+        "itself stays as it is.",
+        stacklevel=4,
+    )
+    return copy.deepcopy(model).float()
 
 
 @contextmanager

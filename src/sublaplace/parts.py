@@ -30,9 +30,14 @@ class Part(Protocol):
     def variance(self, block: Block, prior: float) -> Tensor: ...
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        """Draws from N(0, (GGN + λ)⁻¹), (k, size), from standard normal draws of that shape."""
+        """Draws from N(0, (GGN + λ)⁻¹), (k, size): its symmetric root times standard normal draws of that shape, which
+        does not depend on the order or signs of eigenvectors."""
 
-    def eigenvalues(self) -> Tensor: ...
+    def eigenvalues(self) -> Tensor:
+        """(size,), in the order of `rotate`."""
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """Vectors (r, size) in the eigenbasis."""
 
     def scaled(self, factor: float) -> "Part": ...
 
@@ -71,6 +76,9 @@ class DiagonalPart:
     def eigenvalues(self) -> Tensor:
         return self.diagonal
 
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return vectors
+
     def scaled(self, factor: float) -> "DiagonalPart":
         return DiagonalPart(self.diagonal * factor)
 
@@ -106,10 +114,13 @@ class DensePart:
         return self.whiten(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        return self.unwhiten(noise, prior)
+        return (self.rotate(noise) * (self.values + prior).rsqrt()) @ self.vectors.T
 
     def eigenvalues(self) -> Tensor:
         return self.values
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.vectors
 
     def scaled(self, factor: float) -> "DensePart":
         return replace(self, values=self.values * factor)
@@ -140,19 +151,21 @@ class KroneckerPart:
     def _as_maps(self, vectors: Tensor) -> Tensor:
         """Vectors (r, size) as maps (r, G, O, I)."""
         (G, O), I = self.output_values.shape, self.input_values.shape[1]
-        return self._stored(vectors.view(-1, G, *((I, O) if self.transposed else (O, I))))
+        return self._stored(vectors.reshape(-1, G, *((I, O) if self.transposed else (O, I))))
 
-    def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
-        """Into the eigenbasis, times the factors, and back."""
+    def _into_eigenbasis(self, vectors: Tensor) -> Tensor:
+        """Vectors (r, size) in the eigenbasis, as maps (r, G, O, I)."""
         maps = self.output_vectors.transpose(1, 2) @ self._as_maps(vectors)
-        if self.input_vectors is not None:
-            maps = maps @ self.input_vectors
-        return self._from_eigenbasis(maps * factors)
+        return maps if self.input_vectors is None else maps @ self.input_vectors
 
     def _from_eigenbasis(self, maps: Tensor) -> Tensor:
         if self.input_vectors is not None:
             maps = maps @ self.input_vectors.transpose(1, 2)
         return self._stored(self.output_vectors @ maps).reshape(len(maps), -1)
+
+    def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
+        """Into the eigenbasis, times the factors, and back."""
+        return self._from_eigenbasis(self._into_eigenbasis(vectors) * factors)
 
     def solve(self, vectors: Tensor, prior: float) -> Tensor:
         return self._transformed(vectors, 1 / (self._products + prior))
@@ -167,7 +180,7 @@ class KroneckerPart:
                 "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
             )
         rows = block.rotated_rows(self.input_vectors, self.output_vectors)
-        return rows.mul_(self._stored(self._products + prior).reshape(-1).rsqrt())  # these rows are nobody else's
+        return rows.mul_((self.eigenvalues() + prior).rsqrt())  # these rows are nobody else's
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return self._from_eigenbasis(self._as_maps(vectors) * (self._products + prior).rsqrt())
@@ -189,11 +202,13 @@ class KroneckerPart:
         return self._root(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
-        # The root of a symmetric matrix, so that draws do not depend on the order of eigenvectors.
         return self._transformed(noise, (self._products + prior).rsqrt())
 
     def eigenvalues(self) -> Tensor:
-        return self._products.flatten()
+        return self._stored(self._products).reshape(-1)
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        return self._stored(self._into_eigenbasis(vectors)).reshape(len(vectors), -1)
 
     def scaled(self, factor: float) -> "KroneckerPart":
         return replace(self, output_values=self.output_values * factor)

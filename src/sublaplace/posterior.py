@@ -21,11 +21,8 @@ class Posterior(Protocol):
 
     def with_prior(self, prior_precision: float) -> "Posterior": ...
 
-    def with_scale(self, scale: float) -> "Posterior":
-        """Under another scale of the likelihood's curvature (σ⁻²)."""
-
-    def curvature_eigenvalues(self) -> Tensor:
-        """The eigenvalues of the curvature, with the likelihood's scale and without λ: float64."""
+    def with_scales(self, scales: tuple[float, ...]) -> "Posterior":
+        """Under other scales of the likelihood's curvature (σ⁻²)."""
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
         """Draws of θ − θ̂, (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
@@ -42,39 +39,46 @@ class Posterior(Protocol):
 
 @dataclass(frozen=True)
 class SubspacePosterior:
-    r"""μ ~ N(0, (PᵀΛP)⁻¹) with PᵀΛP = scale · PᵀGGN P + λ PᵀP (Lemma 1): everything about it is s × s and float64.
+    r"""μ ~ N(0, (PᵀΛP)⁻¹) with PᵀΛP = Σ_g scale_g · PᵀGGN_g P + λ PᵀP (Lemma 1): all of it s × s and float64.
+
+    There is one g, or one for each output of a regression with a σ of its own.
 
     One Cholesky factor L of PᵀΛP serves every leading dimension: with W = L⁻¹ (J P)ᵀ, Σ_{P_s} = W[:s]ᵀ W[:s].
     Another λ or noise costs s³/3 and no pass over data.
     """
 
     projection: Projection
-    curvature: Tensor  # PᵀGGN P without the likelihood's scale: (s, s)
+    curvatures: Tensor  # PᵀGGN_g P without the likelihood's scales: (G, s, s)
     gram: Tensor  # PᵀP: (s, s)
-    scale: float
+    scales: tuple[float, ...]
     prior_precision: float
 
     @property
     def dim(self) -> int:
-        return len(self.curvature)
+        return len(self.gram)
+
+    @cached_property
+    def curvature(self) -> Tensor:
+        """PᵀGGN P with the likelihood's scales: (s, s)."""
+        return torch.tensordot(self.curvatures.new_tensor(self.scales), self.curvatures, dims=1)
 
     @cached_property
     def factor(self) -> Tensor:
         """L with L Lᵀ = PᵀΛP."""
-        return cholesky(self.scale * self.curvature + self.prior_precision * self.gram, "The reduced precision PᵀΛP")
+        return cholesky(self.curvature + self.prior_precision * self.gram, "The reduced precision PᵀΛP")
 
     def with_prior(self, prior_precision: float) -> "SubspacePosterior":
         return replace(self, prior_precision=prior_precision)
 
-    def with_scale(self, scale: float) -> "SubspacePosterior":
-        return replace(self, scale=scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "SubspacePosterior":
+        return replace(self, scales=scales)
 
     def truncated(self, dim: int) -> "SubspacePosterior":
         """The posterior in the leading `dim` dimensions."""
         return replace(
             self,
             projection=self.projection.leading(dim),
-            curvature=self.curvature[:dim, :dim],
+            curvatures=self.curvatures[:, :dim, :dim],
             gram=self.gram[:dim, :dim],
         )
 
@@ -82,12 +86,12 @@ class SubspacePosterior:
         root = cholesky(self.gram, "The Gram matrix of P")
         half = torch.linalg.solve_triangular(root, self.curvature, upper=False)
         whole = torch.linalg.solve_triangular(root, half.T, upper=False)
-        return self.scale * torch.linalg.eigvalsh((whole + whole.T) / 2).clamp_min(0)
+        return torch.linalg.eigvalsh((whole + whole.T) / 2).clamp_min(0)
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
-        return self.projection.lift(self._coordinates(noise(self.dim)))
+        return self.projection.lift(self.coordinates(noise(self.dim)))
 
-    def _coordinates(self, noise: Tensor) -> Tensor:
+    def coordinates(self, noise: Tensor) -> Tensor:
         """μ = L⁻ᵀ ε for ε (k, s)."""
         return torch.linalg.solve_triangular(self.factor.T, noise.double().T, upper=True).T
 

@@ -69,9 +69,9 @@ class BlockPrecision:
             self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
         )
 
-    def with_scale(self, scale: float) -> "BlockPrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "BlockPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     def solve(self, vectors: Vectors) -> Vectors:
         return {name: part.solve(vectors[name], self.prior_precision) for name, part in self.parts.items()}
@@ -95,12 +95,12 @@ class BlockPrecision:
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         """As in `Precision`; the Jacobians are run through once for each group of parameters whose whitened rows
         fit."""
-        products = (gram(self._whitened(jacobians, group)) for group in self._groups(jacobians))
+        products = (gram(self._whitened(jacobians, group)) for group in grouped_by_memory(self.layout, jacobians))
         return torch.stack(list(products)).sum(0)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
         """B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) for each parameter; None if it exceeds the memory budget."""
-        groups = self._groups(jacobians)
+        groups = grouped_by_memory(self.layout, jacobians)
         return self._whitened(jacobians, groups[0]) if len(groups) == 1 else None
 
     def unwhitened(self, vectors: Vectors) -> Vectors:
@@ -120,19 +120,6 @@ class BlockPrecision:
             del jacobian  # or it would stand in memory beside the next one
         return rows
 
-    def _groups(self, jacobians: Jacobians) -> list[list[str]]:
-        """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
-        limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
-        groups: list[list[str]] = [[]]
-        used = 0
-        for name, size in self.layout.sizes.items():
-            if groups[-1] and used + size > limit:
-                groups.append([])
-                used = 0
-            groups[-1].append(name)
-            used += size
-        return groups
-
     def log_determinant(self) -> Tensor:
         return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
 
@@ -149,10 +136,34 @@ class BlockPrecision:
         )
 
 
+def single(scales: tuple[float, ...]) -> float:
+    """The only scale; an error that says why there must not be several."""
+    if len(scales) > 1:
+        raise ValueError(
+            "The curvature over all parameters is kept as one sum over the outputs, so a noise_std for each output "
+            "cannot be changed after the fit: fit again with it, or use a subspace projector."
+        )
+    return scales[0]
+
+
 def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
     """Λ = λI: no data at all."""
     parts: dict[str, Part] = {name: DiagonalPart(like.new_zeros(size)) for name, size in layout.sizes.items()}
     return BlockPrecision(layout, parts, prior_precision)
+
+
+def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[list[str]]:
+    """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
+    limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in layout.sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
 
 
 def _dense_rows(jacobians: Jacobians) -> Tensor:
@@ -175,9 +186,9 @@ class DensePrecision:
         """The curvature times a factor, λ as it is."""
         return replace(self, ggn=self.ggn * factor, scale=self.scale * factor)
 
-    def with_scale(self, scale: float) -> "DensePrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "DensePrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -240,9 +251,9 @@ class DualPrecision:
         """The curvature times a factor, λ as it is."""
         return replace(self, rows=self.rows * factor**0.5, scale=self.scale * factor)
 
-    def with_scale(self, scale: float) -> "DualPrecision":
-        """The curvature under another scale of the likelihood (σ⁻²)."""
-        return self.scaled(scale / self.scale)
+    def with_scales(self, scales: tuple[float, ...]) -> "DualPrecision":
+        """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
 
     @cached_property
     def _factor(self) -> Tensor:

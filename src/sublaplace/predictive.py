@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log, pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ LINKS = ("probit", "mc", "bridge")
 class Prediction:
     """What is predicted for n inputs.
 
-    mean: the network's outputs f (n, C). epistemic: Σ, the model's uncertainty about them (n, C, C). probabilities: for
-    classification (n, C). total: for regression Σ + σ²I (n, C, C).
+    mean: the network's outputs f (n, C). epistemic: Σ, the model's uncertainty about them (n, C, C). probabilities: of
+    classification (n, C), for yes/no outputs that of yes. total: of regression Σ + σ² (n, C, C).
     """
 
     mean: Tensor
@@ -23,7 +24,14 @@ class Prediction:
     total: Tensor | None = None
 
 
-def probabilities(
+class Interval(NamedTuple):
+    """Two ends of what is known."""
+
+    lower: Tensor
+    upper: Tensor
+
+
+def mean_softmax(
     outputs: Tensor, covariance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
 ) -> Tensor:
     """E[softmax f] for f ~ N(outputs, covariance), by one of three approximations: (n, C).
@@ -40,19 +48,66 @@ def probabilities(
     raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
 
 
+def mean_sigmoid(
+    outputs: Tensor, variance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
+) -> Tensor:
+    """E[sigmoid f] for f ~ N(outputs, variance), each output on its own: (n, C); "probit" or "mc"."""
+    if link == "probit":
+        return (outputs / (1 + pi / 8 * variance).sqrt()).sigmoid()
+    if link == "mc":
+        total = torch.zeros_like(outputs)
+        for _ in range(samples):
+            total += (outputs + variance.sqrt() * standard_normal(outputs, generator)).sigmoid()
+        return total / samples
+    raise ValueError(
+        f"Yes/no outputs have no link '{link}'; choose 'probit' or 'mc'. (The mean of the Laplace bridge is "
+        "sigmoid(f) for them, whatever the variance.)"
+    )
+
+
 def probit(outputs: Tensor, variance: Tensor) -> Tensor:
     """softmax(f / √(1 + π/8 · variance)), variance (n, C)."""
     return (outputs / (1 + pi / 8 * variance).sqrt()).softmax(1)
 
 
+def probit_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """The ends of softmax(f / √(1 + π/8 v)) over all variances v between `lower` and `upper` (n, C), class by class.
+
+    Softmax grows in its own logit and falls in the others, f/√(1 + π/8 v) is monotone in v: the ends are at corners.
+    """
+    least, most = _scaled_ends(outputs, lower, upper)
+    own = torch.eye(outputs.shape[1], dtype=torch.bool, device=outputs.device)
+
+    def end(for_own: Tensor, for_others: Tensor) -> Tensor:
+        logits = torch.where(own, for_own[:, :, None], for_others[:, None, :])
+        return logits.softmax(2).diagonal(dim1=1, dim2=2)
+
+    return Interval(end(least, most), end(most, least))
+
+
+def sigmoid_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """The ends of sigmoid(f / √(1 + π/8 v)), as `probit_interval`."""
+    least, most = _scaled_ends(outputs, lower, upper)
+    return Interval(least.sigmoid(), most.sigmoid())
+
+
+def _scaled_ends(outputs: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = (outputs / (1 + pi / 8 * variance).sqrt() for variance in (lower, upper))
+    return torch.minimum(one, other), torch.maximum(one, other)
+
+
 def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """The mean of softmax over Gaussian samples. Cost: C³ an input and n·samples·C."""
+    """The mean of softmax over Gaussian samples. Cost: C³ an input and n·samples·C²."""
     root = symmetric_root(covariance)
     total = torch.zeros_like(outputs)
     for _ in range(samples):
-        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
-        total += (outputs + (root @ noise.unsqueeze(2)).squeeze(2)).softmax(1)
+        total += (outputs + (root @ standard_normal(outputs, generator).unsqueeze(2)).squeeze(2)).softmax(1)
     return total / samples
+
+
+def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Drawn on the CPU, so that every device sees the same numbers."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ class Projection(Protocol):
     def lift(self, coordinates: Tensor) -> Tensor:
         """P μ for coordinates (k, s): (k, p)."""
 
+    def part(self, name: str) -> Tensor:
+        """The columns of P as far as they belong to one parameter, as rows: (s, size)."""
+
 
 @dataclass(frozen=True)
 class Basis:
@@ -56,6 +59,9 @@ class Basis:
 
     def matrix(self) -> Tensor:
         return self.layout.flatten(self.vectors).T
+
+    def part(self, name: str) -> Tensor:
+        return self.vectors[name]
 
     def lift(self, coordinates: Tensor) -> Tensor:
         return self.layout.flatten({name: coordinates.to(part) @ part for name, part in self.vectors.items()})
@@ -89,6 +95,13 @@ class Subset:
     def matrix(self) -> Tensor:
         identity = torch.eye(self.dim, dtype=self.dtype, device=self.indices.device)
         return self.lift(identity).T
+
+    def part(self, name: str) -> Tensor:
+        result = torch.zeros(self.dim, self.layout.sizes[name], dtype=self.dtype, device=self.indices.device)
+        if name in self._parts:
+            places, inside = self._parts[name]
+            result[places, inside] = 1
+        return result
 
     def lift(self, coordinates: Tensor) -> Tensor:
         result = coordinates.new_zeros(len(coordinates), self.layout.num_parameters)

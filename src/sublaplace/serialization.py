@@ -1,106 +1,22 @@
-"""Fitted posteriors on disk: safetensors with a checksum over the whole file and a fingerprint of the model.
-
-Loading never executes code. A file that is not ours, cut short, altered or made with another model is refused with what
-is wrong. The checksum stands in the file's own header: it is the SHA-256 of the file with zeros in its place.
-"""
+"""Fitted posteriors as tensors and numbers, and a fingerprint of the model that they belong to."""
 
 import hashlib
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sublaplace.likelihoods import Categorical, Gaussian, Residuals
+from sublaplace.certificate import Certificate
+from sublaplace.checked_file import SavedFileError
+from sublaplace.complement import ComplementedPosterior
+from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Residuals
 from sublaplace.parameters import ParameterLayout
+from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.precision import DensePrecision, DualPrecision
-from sublaplace.projection import Basis, Subset
+from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
+from sublaplace.projection import Basis, Projection, Subset
 from sublaplace.survey import Survey
-
-SCHEMA = 1
-_EMPTY = "0" * 64
-_MARK = b'"checksum":"'
-_PIECE = 2**22
-
-
-class SavedFileError(ValueError):
-    """A saved posterior that cannot be used, with the reason."""
-
-
-def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
-    """Writes tensors and a description, atomically: the file is complete or not there."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    metadata = {"checksum": _EMPTY, "sublaplace": json.dumps({"schema": SCHEMA, **description})}
-    try:
-        save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, temporary, metadata)
-        place = _checksum_place(temporary)
-        digest = _digest(temporary, place)
-        with open(temporary, "r+b") as file:
-            file.seek(place)
-            file.write(digest.encode())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the description of an unaltered file."""
-    source = Path(path)
-    if not source.is_file():
-        raise SavedFileError(f"There is no file at {source}.")
-    place = _checksum_place(source)
-    with open(source, "rb") as file:
-        file.seek(place)
-        expected = file.read(64)
-    if _digest(source, place).encode() != expected:
-        raise SavedFileError(f"{source} was altered or cut short: its checksum is wrong. Save the posterior again.")
-    try:
-        with safe_open(source, framework="pt", device=str(device)) as file:
-            description = json.loads(file.metadata()["sublaplace"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise SavedFileError(f"{source} is not a posterior saved by sublaplace: {error}.") from error
-    if description.get("schema") != SCHEMA:
-        raise SavedFileError(
-            f"{source} has schema {description.get('schema')}, but this version of sublaplace reads schema {SCHEMA}."
-        )
-    return tensors, description
-
-
-def _checksum_place(path: Path) -> int:
-    """Where in the file the checksum stands."""
-    with open(path, "rb") as file:
-        head = file.read(_PIECE)
-    start = head.find(_MARK)
-    if start < 0:
-        raise SavedFileError(f"{path} is not a posterior saved by sublaplace, or its beginning was altered.")
-    return start + len(_MARK)
-
-
-def _digest(path: Path, place: int) -> str:
-    digest = hashlib.sha256()
-    for start, piece in _pieces(path):
-        inside = range(max(place - start, 0), min(place + 64 - start, len(piece)))
-        if len(inside):
-            piece = piece[: inside.start] + b"0" * len(inside) + piece[inside.stop :]
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _pieces(path: Path) -> Iterator[tuple[int, bytes]]:
-    with open(path, "rb") as file:
-        start = 0
-        while piece := file.read(_PIECE):
-            yield start, piece
-            start += len(piece)
 
 
 def posterior_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -110,60 +26,144 @@ def posterior_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str
         return {"ggn": posterior.ggn}, {**numbers, "kind": "dense", "scale": posterior.scale}
     if isinstance(posterior, DualPrecision):
         return {"rows": posterior.rows}, {**numbers, "kind": "dual", "scale": posterior.scale}
+    if isinstance(posterior, BlockPrecision):
+        tensors, parts = _block_tensors(posterior)
+        return tensors, {**numbers, "kind": "blocks", "scale": posterior.scale, "parts": parts}
+    if isinstance(posterior, ComplementedPosterior):
+        inside, numbers = posterior_tensors(posterior.inside)
+        outside, about = posterior_tensors(posterior.outside)
+        mixed = {f"mixed.{name}": part for name, part in posterior.mixed.items()}
+        tensors = {**inside, **outside, **mixed, "outside_in_subspace": posterior.outside_in_subspace}
+        return tensors, {**numbers, "kind": "complement", "outside": about}
     if not isinstance(posterior, SubspacePosterior):
         raise TypeError(f"A posterior of type {type(posterior).__name__} cannot be saved.")
-    tensors = {"curvature": posterior.curvature, "gram": posterior.gram}
-    numbers["scale"] = posterior.scale
-    projection = posterior.projection
-    if isinstance(projection, Subset):
-        return {**tensors, "indices": projection.indices}, {**numbers, "kind": "subset"}
-    if not isinstance(projection, Basis):
-        raise TypeError(f"A projection of type {type(projection).__name__} cannot be saved; use Basis or Subset.")
-    vectors = {f"basis.{name}": part for name, part in projection.vectors.items()}
-    return {**tensors, **vectors}, {**numbers, "kind": "basis"}
+    tensors = {"curvatures": posterior.curvatures, "gram": posterior.gram}
+    numbers |= {"kind": "subspace", "scales": posterior.scales}
+    return tensors | projection_tensors(posterior.projection), numbers
 
 
 def posterior_from(
     tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
 ) -> Posterior:
     """The inverse of `posterior_tensors`."""
-    prior, scale, kind = numbers["prior_precision"], numbers["scale"], numbers["kind"]
+    prior, kind = numbers["prior_precision"], numbers["kind"]
     if kind == "dense":
-        return DensePrecision(layout, tensors["ggn"], prior, scale)
+        return DensePrecision(layout, tensors["ggn"], prior, numbers["scale"])
     if kind == "dual":
-        return DualPrecision(layout, tensors["rows"], prior, scale)
-    projection: Basis | Subset
-    if kind == "subset":
-        projection = Subset(layout, tensors["indices"], dtype)
-    else:
-        projection = Basis(layout, {name: tensors[f"basis.{name}"] for name in layout.names})
-    return SubspacePosterior(projection, tensors["curvature"], tensors["gram"], scale, prior)
+        return DualPrecision(layout, tensors["rows"], prior, numbers["scale"])
+    if kind == "blocks":
+        return _blocks_from(tensors, numbers, layout)
+    projection = projection_from(tensors, layout, dtype)
+    inside = SubspacePosterior(projection, tensors["curvatures"], tensors["gram"], tuple(numbers["scales"]), prior)
+    if kind == "subspace":
+        return inside
+    outside = _blocks_from(tensors, numbers["outside"], layout)
+    mixed = {name: tensors[f"mixed.{name}"] for name in layout.names}
+    return ComplementedPosterior(inside, outside, mixed, tensors["outside_in_subspace"])
+
+
+_PARTS: dict[str, type[DiagonalPart] | type[DensePart] | type[KroneckerPart]] = {
+    kind.__name__: kind for kind in (DiagonalPart, DensePart, KroneckerPart)
+}
+
+
+def _block_tensors(precision: BlockPrecision) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The fields of all parts: tensors by name, and what else they have."""
+    tensors, described = {}, {}
+    for name, part in precision.parts.items():
+        assert isinstance(part, DiagonalPart | DensePart | KroneckerPart)
+        described[name] = {"kind": type(part).__name__}
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if isinstance(value, Tensor):
+                tensors[f"part.{f.name}.{name}"] = value
+            else:
+                described[name][f.name] = value
+    return tensors, described
+
+
+def _blocks_from(tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout) -> BlockPrecision:
+    parts: dict[str, Part] = {}
+    for name, described in numbers["parts"].items():
+        kind = _PARTS[described["kind"]]
+        stored = {f.name: tensors.get(f"part.{f.name}.{name}", described.get(f.name)) for f in fields(kind)}
+        parts[name] = kind(**stored)
+    return BlockPrecision(layout, parts, numbers["prior_precision"], numbers["scale"])
+
+
+def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a certificate has beside the posterior's projection."""
+    product = {f"product.{name}": part for name, part in certificate.product.items()}
+    subspace = certificate.subspace
+    numbers = {"scale": certificate.scale, "scales": subspace.scales, "prior_precision": subspace.prior_precision}
+    # The posterior may hold the same tensor, which a file must not hold twice.
+    return {**product, "certified_curvatures": subspace.curvatures.clone()}, numbers
+
+
+def certificate_from(
+    tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
+) -> Certificate:
+    """The inverse of `certificate_tensors`, with the tensors of its posterior."""
+    projection = projection_from(tensors, layout, dtype)
+    curvatures, scales = tensors["certified_curvatures"], tuple(numbers["scales"])
+    subspace = SubspacePosterior(projection, curvatures, tensors["gram"], scales, numbers["prior_precision"])
+    return Certificate(subspace, {name: tensors[f"product.{name}"] for name in layout.names}, numbers["scale"])
+
+
+def projection_tensors(projection: Projection) -> dict[str, Tensor]:
+    """A projection as tensors."""
+    if isinstance(projection, Subset):
+        return {"indices": projection.indices}
+    if not isinstance(projection, Basis):
+        raise TypeError(f"A projection of type {type(projection).__name__} cannot be saved; use Basis or Subset.")
+    return {f"basis.{name}": part for name, part in projection.vectors.items()}
+
+
+def projection_from(tensors: dict[str, Tensor], layout: ParameterLayout, dtype: torch.dtype) -> Projection:
+    """The inverse of `projection_tensors`."""
+    if "indices" in tensors:
+        return Subset(layout, tensors["indices"], dtype)
+    return Basis(layout, {name: tensors[f"basis.{name}"] for name in layout.names})
+
+
+def likelihood_numbers(likelihood: Likelihood) -> dict[str, Any]:
+    """A likelihood as numbers."""
+    if isinstance(likelihood, Gaussian):
+        return {"kind": likelihood.kind, "noise_std": likelihood.noise_std}
+    if isinstance(likelihood, Categorical | Bernoulli):
+        return {"kind": likelihood.kind, "ignore_index": likelihood.ignore_index}
+    raise TypeError("Only posteriors with a Gaussian, Categorical or Bernoulli likelihood can be saved.")
+
+
+def likelihood_from(numbers: dict[str, Any]) -> Likelihood:
+    """The inverse of `likelihood_numbers`."""
+    if numbers["kind"] == "regression":
+        noise = numbers["noise_std"]
+        return Gaussian(tuple(noise) if isinstance(noise, list) else noise)
+    kinds: dict[str, type[Categorical] | type[Bernoulli]] = {"classification": Categorical, "binary": Bernoulli}
+    return kinds[numbers["kind"]](numbers["ignore_index"])
 
 
 def survey_numbers(survey: Survey) -> dict[str, Any]:
     """A survey as numbers."""
-    likelihood = survey.likelihood
-    if not isinstance(likelihood, Gaussian | Categorical):
-        raise TypeError("Only posteriors with a Gaussian or Categorical likelihood can be saved.")
     return {
         "num_data": survey.num_data,
         "num_outputs": survey.num_outputs,
-        "noise_std": likelihood.noise_std if isinstance(likelihood, Gaussian) else None,
-        "estimates_noise": survey.estimates_noise,
-        "residuals": asdict(survey.residuals),
+        "likelihood": likelihood_numbers(survey.likelihood),
+        "estimated_noise": survey.estimated_noise,
+        "residuals": [sums.tolist() for sums in survey.residuals.sums],
         "fixed_log_likelihood": survey.fixed_log_likelihood,
     }
 
 
 def survey_from(numbers: dict[str, Any]) -> Survey:
     """The inverse of `survey_numbers`."""
-    noise = numbers["noise_std"]
     return Survey(
         numbers["num_data"],
         numbers["num_outputs"],
-        Categorical() if noise is None else Gaussian(noise),
-        numbers["estimates_noise"],
-        Residuals(**numbers["residuals"]),
+        likelihood_from(numbers["likelihood"]),
+        numbers["estimated_noise"],
+        Residuals(*(torch.tensor(sums, dtype=torch.float64) for sums in numbers["residuals"])),
         numbers["fixed_log_likelihood"],
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ from tqdm import tqdm
 
 from sublaplace.data import Reservoir, batches
 from sublaplace.jacobians import Linearization
-from sublaplace.likelihoods import Gaussian, Likelihood, Residuals
+from sublaplace.likelihoods import Gaussian, Likelihood, Noise, Residuals, target_weights
+
+NoiseEstimate = Literal["pooled", "per-output"]
+"""How σ is estimated from the residuals: one for all outputs, or one for each."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Survey:
     num_data: int  # N
     num_outputs: int  # C
     likelihood: Likelihood  # with σ, where it was estimated
-    estimates_noise: bool
+    estimated_noise: NoiseEstimate | None
     residuals: Residuals  # of regression
     fixed_log_likelihood: float  # ln p(D|θ̂) of a likelihood without noise
 
@@ -30,52 +33,78 @@ class Survey:
             return self.residuals.log_likelihood(noise_std)
         return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64)
 
-    def with_noise(self, noise_std: float) -> "Survey":
+    @property
+    def noise_std(self) -> Noise:
+        """σ; 1 for a likelihood without noise."""
+        return self.likelihood.noise_std if isinstance(self.likelihood, Gaussian) else 1.0
+
+    def with_noise(self, noise_std: Noise) -> "Survey":
         assert isinstance(self.likelihood, Gaussian)
         return replace(self, likelihood=self.likelihood.with_noise(noise_std))
 
+    def with_estimated_noise(self) -> "Survey":
+        """With σ from the residuals, where it is not given."""
+        if self.estimated_noise is None:
+            return self
+        per_output = self.estimated_noise == "per-output"
+        return self.with_noise(
+            self.residuals.standard_deviations() if per_output else self.residuals.standard_deviation()
+        )
+
     def joined(self, other: "Survey") -> "Survey":
         """The survey of both data sets together; an estimated σ is estimated anew."""
-        residuals = self.residuals.joined(other.residuals)
         result = replace(
             self,
             num_data=self.num_data + other.num_data,
-            residuals=residuals,
+            residuals=self.residuals.joined(other.residuals),
             fixed_log_likelihood=self.fixed_log_likelihood + other.fixed_log_likelihood,
         )
-        return result.with_noise(residuals.standard_deviation()) if self.estimates_noise else result
+        return result.with_estimated_noise()
 
 
 def survey_of(
     loader: Iterable[Any],
     linearization: Linearization,
     likelihood: Likelihood,
-    estimates_noise: bool,
+    estimated_noise: NoiseEstimate | None,
     reservoir_for: Callable[[int], Reservoir | None],
     progress: bool,
 ) -> tuple[Survey, Reservoir | None]:
     """One forward pass over the data. `reservoir_for` C outputs gives what X′ is drawn into, if it is drawn."""
-    total, C, fixed = 0, 0, 0.0
-    residuals, reservoir = Residuals(), None
-    for inputs, targets in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
+    total, counted, fixed, largest = 0, 0.0, 0.0, 0.0
+    residuals: Residuals | None = None
+    reservoir = None
+    for inputs, targets, weights in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
         inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
         if total == 0:
-            linearization.chunk_size(inputs)  # probes the network
+            linearization.look_at(inputs)  # probes the network
         outputs = linearization.outputs(inputs)
         likelihood.check_targets(outputs, targets)
-        if total == 0:
-            C = outputs.shape[1]
-            reservoir = reservoir_for(C)
+        if residuals is None:
+            residuals = Residuals.none(outputs.shape[1])
+            reservoir = reservoir_for(outputs.shape[1])
+        counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
-            reservoir.add(inputs)
+            reservoir.add(inputs, None if counts is None else counts.amax(1) > 0)
+        counted += len(outputs) if counts is None else float(counts.amax(1).sum())
         if isinstance(likelihood, Gaussian):
-            residuals = residuals.joined(Residuals.of(targets - outputs))
+            residuals = residuals.joined(Residuals.of(targets - outputs, weights))
+            largest = max(largest, float(outputs.abs().max()))
         else:
-            fixed += float(likelihood.log_likelihood(outputs, targets).sum())
+            each = likelihood.log_likelihood(outputs, targets)
+            fixed += float((each if weights is None else each * weights.to(each)).sum())
         total += len(outputs)
-    if total == 0:
+    if residuals is None:
         raise ValueError("The loader is empty: there is nothing to fit.")
-    survey = Survey(total, C, likelihood, estimates_noise, residuals, fixed)
-    if estimates_noise:
-        survey = survey.with_noise(residuals.standard_deviation())
+    if not counted:
+        raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
+    survey = Survey(total, len(residuals.count), likelihood, estimated_noise, residuals, fixed)
+    survey = survey.with_estimated_noise()
+    if estimated_noise is not None and isinstance(survey.likelihood, Gaussian):
+        rounding = 4 * torch.finfo(linearization.dtype).eps * largest
+        if min(survey.likelihood.stds) <= rounding:
+            raise ValueError(
+                "The training residuals are no larger than rounding, so no noise can be estimated from them; give "
+                "noise_std."
+            )
     return survey, reservoir

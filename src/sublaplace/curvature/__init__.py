@@ -3,7 +3,7 @@
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.ggn import exact_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
-from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.stream import CurvatureStream
 
-__all__ = ["CurvatureStream", "diagonal_ggn", "exact_ggn", "kronecker_ggn", "reduced_ggn"]
+__all__ = ["CurvatureStream", "diagonal_ggn", "exact_ggn", "kronecker_ggn", "reduced_ggn", "reduced_ggn_and_product"]

@@ -1,11 +1,30 @@
 """The diagonal of the GGN."""
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians.jacobian import non_finite_jacobian
+from sublaplace.jacobians import Jacobian
+from sublaplace.jacobians.jacobian import require_finite_sum
 from sublaplace.parts import DiagonalPart, Part
 from sublaplace.precision import BlockPrecision
+
+
+@dataclass(frozen=True)
+class _SquaredRows:
+    sums: dict[str, Tensor]
+
+    def add(self, jacobian: Jacobian) -> None:
+        for name, block in jacobian.blocks.items():
+            self.sums[name] += block.squared_sum()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.sums
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.sums.update(tensors)
 
 
 def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecision:
@@ -15,12 +34,11 @@ def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecis
     """
     layout = stream.linearization.layout
     device, dtype = stream.linearization.device, stream.linearization.dtype
-    sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in layout.sizes.items()}
-    for jacobian in stream.jacobians("diagonal GGN", row_by_row=True):
-        for name, block in jacobian.blocks.items():
-            sums[name] += block.squared_sum()
-    for name, value in sums.items():
-        if not torch.isfinite(value).all():
-            raise ValueError(non_finite_jacobian(name))
-    parts: dict[str, Part] = {name: DiagonalPart(value.to(dtype)) for name, value in sums.items()}
-    return BlockPrecision(layout, parts, prior_precision).scaled(stream.likelihood.curvature_scale)
+    squares = _SquaredRows(
+        {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in layout.sizes.items()}
+    )
+    stream.accumulate("diagonal GGN", squares, row_by_row=True)
+    for name, value in squares.sums.items():
+        require_finite_sum(name, value)
+    parts: dict[str, Part] = {name: DiagonalPart(value.to(dtype)) for name, value in squares.sums.items()}
+    return BlockPrecision(layout, parts, prior_precision).scaled(stream.scale)

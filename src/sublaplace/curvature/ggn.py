@@ -1,10 +1,48 @@
 """The exact GGN, where it fits."""
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians import Jacobian
 from sublaplace.precision import DensePrecision, DualPrecision
+
+
+@dataclass(frozen=True)
+class _DenseSum:
+    ggn: Tensor  # (p, p)
+
+    def add(self, jacobian: Jacobian) -> None:
+        rows = jacobian.dense_rows().double()
+        self.ggn.addmm_(rows.T, rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ggn": self.ggn}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.ggn.copy_(tensors["ggn"])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    num_parameters: int
+    device: torch.device
+    parts: list[Tensor] = field(default_factory=list)
+
+    def add(self, jacobian: Jacobian) -> None:
+        self.parts.append(jacobian.dense_rows().double())
+
+    def joined(self) -> Tensor:
+        none = torch.zeros(0, self.num_parameters, dtype=torch.float64, device=self.device)
+        return torch.cat([none, *self.parts])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"rows": self.joined()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.parts[:] = [tensors["rows"]]
 
 
 def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) -> DensePrecision | DualPrecision:
@@ -14,17 +52,14 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
     """
     layout = stream.linearization.layout
     p = layout.num_parameters
-    scale = stream.likelihood.curvature_scale
     device = stream.linearization.device
     if num_rows < p:
-        rows = [torch.zeros(0, p, dtype=torch.float64, device=device)]
-        rows += [j.dense_rows().double() for j in stream.jacobians("exact GGN (dual)")]
-        return DualPrecision(layout, torch.cat(rows), prior_precision).scaled(scale)
-    ggn: Tensor = torch.zeros(p, p, dtype=torch.float64, device=device)
-    for jacobian in stream.jacobians("exact GGN"):
-        dense = jacobian.dense_rows().double()
-        ggn.addmm_(dense.T, dense)
-    return DensePrecision(layout, ggn.mul_(scale), prior_precision, scale)
+        rows = _Rows(p, device)
+        stream.accumulate("exact GGN rows", rows)
+        return DualPrecision(layout, rows.joined(), prior_precision).scaled(stream.scale)
+    dense = _DenseSum(torch.zeros(p, p, dtype=torch.float64, device=device))
+    stream.accumulate("exact GGN", dense)
+    return DensePrecision(layout, dense.ggn.mul_(stream.scale), prior_precision, stream.scale)
 
 
 def exact_bytes(num_parameters: int, num_rows: int) -> int:

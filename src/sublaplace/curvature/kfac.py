@@ -1,13 +1,14 @@
 """The Kronecker-factored GGN (KFAC)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock
-from sublaplace.jacobians.jacobian import non_finite_jacobian
+from sublaplace.jacobians import Block, EmbeddingBlock, Jacobian, OuterBlock
+from sublaplace.jacobians.jacobian import require_finite_sum
+from sublaplace.memory import require
 from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.precision import BlockPrecision
 
@@ -21,7 +22,7 @@ class _KroneckerSums:
 
     inputs: Tensor  # (G, I, I), or its diagonal (G, I) for one-hot inputs
     gradients: Tensor  # (G, O, O)
-    positions: int
+    positions: float  # weighted, where inputs are
     transposed: bool
 
     def part(self, dtype: torch.dtype) -> KroneckerPart:
@@ -41,6 +42,92 @@ class _KroneckerSums:
         )
 
 
+@dataclass(frozen=True)
+class _LayerSums:
+    """The factors of every weight, and the exact block or diagonal of parameters without Kronecker form."""
+
+    reduce: bool
+    kronecker: dict[str, _KroneckerSums] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, jacobian: Jacobian) -> None:
+        moments: dict[tuple[object, ...], Tensor] = {}
+        for name, block in jacobian.blocks.items():
+            if isinstance(block, OuterBlock | EmbeddingBlock) and name not in self.dense:
+                self._add_kronecker(name, block, moments, jacobian)
+            elif name in self.kronecker:
+                raise ValueError(
+                    f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
+                    "Kronecker factors. Use a projector without KFAC, such as 'lowrank-diagonal'."
+                )
+            else:
+                self._add_dense(name, block)
+
+    def _add_kronecker(
+        self,
+        name: str,
+        block: OuterBlock | EmbeddingBlock,
+        moments: dict[tuple[object, ...], Tensor],
+        jacobian: Jacobian,
+    ) -> None:
+        if name not in self.kronecker:
+            _require_room(name, block)
+        if self.reduce and isinstance(block, OuterBlock):
+            block = block.reduced()
+        # A weight and its bias share their gradients, so their second moment is formed once.
+        key = block.gradient_key
+        if key not in moments or self.reduce:
+            moments[key] = block.gradient_moment()
+        weights = jacobian.weights
+        if name not in self.kronecker:
+            transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
+            inputs, gradients = block.input_moment(weights).double(), moments[key].double().clone()
+            self.kronecker[name] = _KroneckerSums(inputs, gradients, block.num_terms(weights), transposed)
+            return
+        held = self.kronecker[name]
+        held.gradients += moments[key]
+        if not jacobian.repeats_inputs:
+            held.inputs += block.input_moment(weights)
+            held.positions += block.num_terms(weights)
+
+    def _add_dense(self, name: str, block: Block) -> None:
+        if block.size <= DENSE_LIMIT:
+            rows = block.rows().flatten(0, 1).double()
+            addition = rows.T @ rows
+        else:
+            addition = block.squared_sum().double()
+        self.dense[name] = self.dense[name] + addition if name in self.dense else addition
+
+    def tensors(self) -> dict[str, Tensor]:
+        result = {f"dense.{name}": total for name, total in self.dense.items()}
+        for name, held in self.kronecker.items():
+            result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients}
+            result[f"rest.{name}"] = torch.tensor([held.positions, held.transposed], dtype=torch.float64)
+        return result
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            if kind == "dense":
+                self.dense[name] = value
+            elif kind == "rest":
+                positions, transposed = value.tolist()
+                self.kronecker[name] = _KroneckerSums(
+                    tensors[f"inputs.{name}"], tensors[f"gradients.{name}"], positions, bool(transposed)
+                )
+
+
+def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
+    """A word before factors that do not fit: those of a large vocabulary, say."""
+    groups, *sides = block.factor_sides
+    require(
+        3 * 8 * groups * sum(side**2 for side in sides),
+        block.device,
+        f"The set of Kronecker factors of '{name}' (of {' and '.join(f'{side:,}' for side in sides)} rows)",
+        "Freeze this parameter (requires_grad=False), or use a projector without KFAC, such as 'lowrank-diagonal'.",
+    )
+
+
 def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool = False) -> BlockPrecision:
     r"""Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, one pass.
 
@@ -54,65 +141,35 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     """
     dtype = stream.linearization.dtype
     layout = stream.linearization.layout
-    kronecker: dict[str, _KroneckerSums] = {}
-    dense: dict[str, Tensor] = {}
-    for jacobian in stream.jacobians("KFAC", every_input=True, row_by_row=True):
-        moments: dict[tuple[object, ...], Tensor] = {}
-        for name, block in jacobian.blocks.items():
-            if isinstance(block, OuterBlock | EmbeddingBlock) and name not in dense:
-                _add_kronecker(kronecker, name, block, jacobian.repeats_inputs, moments, reduce)
-            elif name in kronecker:
-                raise ValueError(
-                    f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
-                    "Kronecker factors. Use a projector without KFAC, such as 'lowrank-diagonal'."
-                )
-            else:
-                _add_dense(dense, name, block)
+    sums = _LayerSums(reduce)
+    stream.accumulate("KFAC reduce" if reduce else "KFAC", sums, every_input=True, row_by_row=True)
+    for name, total in (*((name, held.gradients) for name, held in sums.kronecker.items()), *sums.dense.items()):
+        require_finite_sum(name, total)
     parts: dict[str, Part] = {}
-    for name, sums in (*((name, held.gradients) for name, held in kronecker.items()), *dense.items()):
-        if not torch.isfinite(sums).all():
-            raise ValueError(non_finite_jacobian(name))
     for name, size in layout.sizes.items():
-        if name in kronecker:
-            parts[name] = kronecker[name].part(dtype)
-        elif name in dense and dense[name].ndim == 2:
-            parts[name] = DensePart.of(dense[name], dtype)
+        if name in sums.kronecker:
+            parts[name] = sums.kronecker[name].part(dtype)
+        elif name in sums.dense and sums.dense[name].ndim == 2:
+            parts[name] = DensePart.of(sums.dense[name], dtype)
         else:
             unused = torch.zeros(size, device=stream.linearization.device)
-            parts[name] = DiagonalPart(dense.get(name, unused).to(dtype))
-    return BlockPrecision(layout, parts, prior_precision).scaled(stream.likelihood.curvature_scale)
+            parts[name] = DiagonalPart(sums.dense.get(name, unused).to(dtype))
+    return BlockPrecision(layout, parts, prior_precision).scaled(stream.scale)
 
 
-def _add_kronecker(
-    sums: dict[str, _KroneckerSums],
-    name: str,
-    block: OuterBlock | EmbeddingBlock,
-    repeats_inputs: bool,
-    moments: dict[tuple[object, ...], Tensor],
-    reduce: bool,
-) -> None:
-    if reduce and isinstance(block, OuterBlock):
-        block = block.reduced()
-    # A weight and its bias share their gradients, so their second moment is formed once.
-    key = block.gradient_key
-    if key not in moments or reduce:
-        moments[key] = block.gradient_moment()
-    if name not in sums:
-        transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
-        inputs, gradients = block.input_moment().double(), moments[key].double()
-        sums[name] = _KroneckerSums(inputs, gradients.clone(), block.num_positions, transposed)
-        return
-    held = sums[name]
-    held.gradients += moments[key]
-    if not repeats_inputs:
-        held.inputs += block.input_moment()
-        held.positions += block.num_positions
+def trace_ratios(jacobian: Jacobian) -> dict[str, float]:
+    """The trace of each weight's Kronecker-factored block over that of the exact one, on this batch alone.
 
-
-def _add_dense(sums: dict[str, Tensor], name: str, block: Block) -> None:
-    if block.size <= DENSE_LIMIT:
-        rows = block.rows().flatten(0, 1).double()
-        addition = rows.T @ rows
-    else:
-        addition = block.squared_sum().double()
-    sums[name] = sums[name] + addition if name in sums else addition
+    The factored trace may be far from the exact one where positions are dependent, as in convolutions. Weights without
+    gradients are left out. Cost: the rows of the batch.
+    """
+    ratios = {}
+    for name, block in jacobian.blocks.items():
+        if isinstance(block, OuterBlock | EmbeddingBlock):
+            moment = block.input_moment()
+            inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
+            gradients = block.gradient_moment().diagonal(dim1=1, dim2=2).sum(-1)
+            exact = float(block.rows().square().sum())
+            if exact > 0:
+                ratios[name] = float((inputs * gradients).sum()) / block.num_terms() / exact
+    return ratios

@@ -2,10 +2,11 @@
 
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock, SumBlock
 from sublaplace.jacobians.jacobian import Jacobian
-from sublaplace.jacobians.linearization import Jacobians, Linearization
+from sublaplace.jacobians.linearization import Cotangents, Jacobians, Linearization
 
 __all__ = [
     "Block",
+    "Cotangents",
     "EmbeddingBlock",
     "Jacobian",
     "Jacobians",

@@ -261,9 +261,12 @@ class OuterBlock:
             maps = into_outputs.transpose(1, 2) @ maps
         return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
 
-    def input_moment(self) -> Tensor:
-        """Σ_{n,t} a aᵀ: (G, I, I)."""
-        return _total(_second_moment(use.inputs) for use in self.uses)
+    def input_moment(self, weights: Tensor | None = None) -> Tensor:
+        """Σ_{n,t} w_n a aᵀ for weights (n,), by default 1: (G, I, I)."""
+        inputs = [use.inputs for use in self.uses]
+        if weights is not None:
+            inputs = [a * weights.sqrt().to(a).view(-1, 1, 1, 1) for a in inputs]
+        return _total(_second_moment(a) for a in inputs)
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (G, O, O)."""
@@ -272,14 +275,22 @@ class OuterBlock:
         return _total(_second_moment(g) for use in self.uses for g in use.gradients)
 
     @property
+    def factor_sides(self) -> tuple[int, ...]:
+        """How many Kronecker factors there are (groups), and the sides of the square ones."""
+        return self.groups, self.fan_in, self.fan_out
+
+    @property
+    def device(self) -> torch.device:
+        return self.uses[0].inputs.device
+
+    @property
     def gradient_key(self) -> tuple[object, ...]:
         """The same for blocks with the same gradients, such as a weight and its bias."""
         return tuple(_identity(g) for use in self.uses for g in use.gradients) or (self.groups, self.fan_out)
 
-    @property
-    def num_positions(self) -> int:
-        """How many inputs a the moments sum over: n·T."""
-        return self.num_inputs * self.positions
+    def num_terms(self, weights: Tensor | None = None) -> float:
+        """How many a `input_moment` sums over: T Σ_n w_n."""
+        return self.positions * (self.num_inputs if weights is None else float(weights.sum()))
 
     def reduced(self) -> "OuterBlock":
         """Inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
@@ -372,21 +383,32 @@ class EmbeddingBlock:
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
 
     @property
+    def factor_sides(self) -> tuple[int, ...]:
+        """As in `OuterBlock`; the factor of one-hot inputs is diagonal."""
+        return 1, self.gradients.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
     def gradient_key(self) -> tuple[object, ...]:
         return ("table", _identity(self.gradients))
 
-    def input_moment(self) -> Tensor:
-        """The diagonal of Σ a aᵀ, which is diagonal: how often each row is used, (1, I)."""
-        return torch.bincount(self.indices.flatten(), minlength=self.table_rows).to(self.gradients)[None]
+    def input_moment(self, weights: Tensor | None = None) -> Tensor:
+        """The diagonal of Σ w a aᵀ, which is diagonal: how often each row is used, (1, I)."""
+        counts = None if weights is None else weights[:, None].expand(self.indices.shape).flatten()
+        return torch.bincount(self.indices.flatten(), counts, minlength=self.table_rows).to(self.gradients)[None]
 
     def gradient_moment(self) -> Tensor:
         """Σ_{n,k,t} g gᵀ: (1, D, D)."""
         g = self.gradients.flatten(0, 2)
         return (g.T @ g)[None]
 
-    @property
-    def num_positions(self) -> int:
-        return self.indices.numel()
+    def num_terms(self, weights: Tensor | None = None) -> float:
+        """As in `OuterBlock`."""
+        n, T = self.indices.shape
+        return T * (n if weights is None else float(weights.sum()))
 
 
 @dataclass(frozen=True)

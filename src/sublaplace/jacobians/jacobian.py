@@ -21,6 +21,7 @@ class Jacobian:
     blocks: dict[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
+    weights: Tensor | None = None  # how much each input counts in sums over inputs alone: (n,); None: once
     repeats_inputs: bool = False  # whether an earlier Jacobian has other rows of the same inputs
 
     @property
@@ -80,3 +81,9 @@ def non_finite_jacobian(name: str) -> str:
         f"The Jacobian with respect to '{name}' holds NaN or infinity: the network is not differentiable at some "
         "input. Common reasons: a square root or a division at zero, or an overflow in a low precision."
     )
+
+
+def require_finite_sum(name: str, total: Tensor) -> None:
+    """An error that names the parameter, if a sum over its rows is not finite."""
+    if not torch.isfinite(total).all():
+        raise ValueError(non_finite_jacobian(name))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+from tqdm import tqdm
 
 from sublaplace.jacobians.blocks import Block, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
@@ -24,7 +25,7 @@ from sublaplace.jacobians.plan import (
     first_difference,
     signature,
 )
-from sublaplace.parameters import ParameterLayout, borrowed
+from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
@@ -48,6 +49,7 @@ class Linearization:
     layout: ParameterLayout = field(init=False)
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
+    _current: Plan | None = field(init=False, default=None)  # of the last pass
     _borrowed: int = field(init=False, default=0)
     _channels_last: bool = field(init=False)
 
@@ -91,7 +93,7 @@ class Linearization:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            leaf = leaf.to(self.device)
+            leaf = leaf.to(self.device, self.dtype if leaf.dtype in HALF_PRECISIONS else leaf.dtype)
             return leaf.clone() if leaf.is_inference() else leaf.detach()
 
         return tree_map(move, plain(inputs))
@@ -118,25 +120,27 @@ class Linearization:
         for k in range(max(1, run.num_rows)):
             yield self._rows(run, range(k, min(k + 1, run.num_rows)))
 
-    def chunks(self, inputs: Any, cotangents: Cotangents | None = None, row_by_row: bool = False) -> Iterator[Jacobian]:
-        """The Jacobians of parts of a large batch, each within the memory budget."""
-        n = num_inputs(inputs)
-        rows = cotangents.shape[1] if isinstance(cotangents, Tensor) else None
-        step = self.chunk_size(inputs, rows, row_by_row)
-        for start in range(0, n, step):
-            part = select(inputs, slice(start, start + step))
-            chosen = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
-            if row_by_row:
-                yield from self.row_by_row(part, chosen)
-            else:
-                yield self.jacobian(part, chosen)
+    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
+        """The Jacobians of parts of a large batch with respect to all outputs, each within the memory budget."""
+        self.look_at(inputs)
+        step = self.chunk_size(inputs)
+        for start in range(0, num_inputs(inputs), step):
+            yield self.jacobian(select(inputs, slice(start, start + step)))
+
+    def look_at(self, inputs: Any) -> None:
+        """Finds out how much memory inputs of this shape need, by a forward pass of three of them."""
+        with self.borrowed():
+            self._captured(self.to_device(select(inputs, slice(0, 3))))
 
     def chunk_size(self, inputs: Any, rows: int | None = None, row_by_row: bool = False) -> int:
-        """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once."""
-        if not self._plans:
-            with self.borrowed():
-                self._captured(self.to_device(select(inputs, slice(0, 3))))
-        plan = next(reversed(self._plans.values()))
+        """How many inputs with `rows` rows each (default: one an output) fit into the memory budget at once.
+
+        By what is known from the last look or pass; `inputs` are looked at if there was none.
+        """
+        if self._current is None:
+            self.look_at(inputs)
+        plan = self._current
+        assert plan is not None
         rows = plan.num_outputs if rows is None else rows
         general = rows * sum(self.layout.sizes[name] for name in plan.general)
         held = min(rows, 2) if row_by_row else rows  # row by row: the one in use and the next one
@@ -162,7 +166,7 @@ class Linearization:
     def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
         """One forward pass with the calls recorded; an unknown sequence of calls is probed first."""
         n = num_inputs(inputs)
-        plan = next(reversed(self._plans.values()), None)
+        plan = self._current
         for _ in range(3):
             with torch.enable_grad():
                 capture, outputs = self._watched(inputs, expand=plan.expand if plan else frozenset())
@@ -175,6 +179,7 @@ class Linearization:
                 continue
             plan = known
             plan.measure(capture.calls, n)
+            self._current = plan
             return plan, capture, outputs
         raise RuntimeError(
             "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
@@ -409,9 +414,14 @@ class Jacobians:
 
     linearization: Linearization
     inputs: Any
+    progress: bool = False
 
     def __iter__(self) -> Iterator[Jacobian]:
-        return self.linearization.chunks(self.inputs)
+        total = num_inputs(self.inputs)
+        with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
+            for jacobian in self.linearization.chunks(self.inputs):
+                yield jacobian
+                bar.update(jacobian.num_inputs)
 
     @property
     def num_rows(self) -> int:

@@ -43,11 +43,9 @@ class Plan:
     input_elements: int = 0  # per input
 
     def measure(self, calls: list[Call], n: int) -> None:
-        """Notes the largest memory need of an input seen so far."""
-        gradients = sum(call.output_shape.numel() for call in calls)
-        self.gradient_elements = max(self.gradient_elements, -(-gradients // n))
-        inputs = sum(call.input_elements for call in calls)
-        self.input_elements = max(self.input_elements, -(-inputs // n))
+        """Notes the memory need of an input of this batch."""
+        self.gradient_elements = -(-sum(call.output_shape.numel() for call in calls) // n)
+        self.input_elements = -(-sum(call.input_elements for call in calls) // n)
 
 
 def signature(calls: list[Call]) -> Signature:

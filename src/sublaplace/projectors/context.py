@@ -1,7 +1,7 @@
 """What a projector may use."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn
 from sublaplace.curvature.ggn import exact_bytes
@@ -25,21 +25,23 @@ class ProjectorContext:
     dim: int  # s
     prior_precision: float  # λ
     seed: int
-    known_kfac: BlockPrecision | None = None  # where it was needed before, to tune λ
+    known: dict[str, BlockPrecision] = field(default_factory=dict)  # precisions that were needed before
 
     @property
     def linearization(self) -> Linearization:
         return self.stream.linearization
 
     def kfac(self) -> BlockPrecision:
-        """Λ with the Kronecker-factored GGN: one pass over the data."""
-        if self.known_kfac is not None:
-            return self.known_kfac.with_prior(self.prior_precision)
-        return kronecker_ggn(self.stream, self.prior_precision)
+        """Λ with the Kronecker-factored GGN: one pass over the data, the first time."""
+        if "kfac" not in self.known:
+            self.known["kfac"] = kronecker_ggn(self.stream, self.prior_precision)
+        return self.known["kfac"].with_prior(self.prior_precision)
 
     def diagonal(self) -> BlockPrecision:
-        """Λ with the diagonal of the GGN: one pass over the data."""
-        return diagonal_ggn(self.stream, self.prior_precision)
+        """Λ with the diagonal of the GGN: one pass over the data, the first time."""
+        if "diagonal" not in self.known:
+            self.known["diagonal"] = diagonal_ggn(self.stream, self.prior_precision)
+        return self.known["diagonal"].with_prior(self.prior_precision)
 
     def exact(self) -> DensePrecision | DualPrecision:
         """The exact Λ, where it fits into memory: one pass over the data."""

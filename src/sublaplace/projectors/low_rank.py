@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.jacobians import Jacobians
 from sublaplace.linalg import dominant_eigenvectors, gram, orthonormalised
+from sublaplace.memory import require
 from sublaplace.parameters import Vectors
 from sublaplace.precision import BlockPrecision, Precision
 from sublaplace.projection import Basis
@@ -25,6 +26,12 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     Cost: one pass over X′ (two if B does not fit) with C backward passes an input, (nC)²·p/2 for M, (nC)³ for its
     eigenvectors, nC·p·s for P; memory (nC)² + p·s, and nC·p if that fits.
     """
+    require(
+        3 * 8 * jacobians.num_rows**2,
+        jacobians.device,
+        f"The covariance of the {jacobians.num_rows:,} outputs of the subspace inputs, and its eigenvectors,",
+        "Choose a smaller num_subspace_inputs, or give fewer subspace_inputs.",
+    )
     rows = precision.whitened(jacobians) if isinstance(precision, BlockPrecision) else None
     M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
     values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))

@@ -23,7 +23,13 @@ def _magnitude(context: ProjectorContext) -> Subset:
 
 def _swag(context: ProjectorContext) -> Subset:
     stream = context.stream
-    scores = swag_variances(stream.linearization, stream.loader, stream.likelihood, progress=stream.progress)
+    scores = swag_variances(
+        stream.linearization,
+        stream.loader,
+        stream.likelihood,
+        progress=stream.progress,
+        checkpoint=stream.checkpoint,
+    )
     return largest(stream.linearization, scores, context.dim)
 
 

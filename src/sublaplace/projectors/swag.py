@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+from sublaplace.checkpoint import Checkpoint
 from sublaplace.data import batches
 from sublaplace.jacobians import Linearization
-from sublaplace.likelihoods import Likelihood
+from sublaplace.likelihoods import Likelihood, target_weights
 from sublaplace.parameters import ParameterLayout
 
 
@@ -22,12 +23,14 @@ def swag_variances(
     snapshots: int = 10,
     learning_rate: float = 0.01,
     progress: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> Tensor:
     """The variance of every parameter over `snapshots` epochs of SGD from θ̂, (p,) in float64 (Maddox et al. 2019).
 
     SGD with momentum .9 and weight decay 3e-4 on the usual training loss, one snapshot an epoch. Runs on a copy of
-    the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched. Cost:
-    `snapshots` epochs of training; memory: a copy of the model and 2p numbers.
+    the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched. With a
+    checkpoint it goes on after the last whole epoch. Cost: `snapshots` epochs of training; memory: a copy of the model
+    and 3p numbers.
     """
     model = copy.deepcopy(linearization.model).eval()
     layout: ParameterLayout = linearization.layout
@@ -40,12 +43,23 @@ def swag_variances(
     start = layout.flat(model).double()
     first, second = torch.zeros_like(start), torch.zeros_like(start)
     device = linearization.device
-    for _ in tqdm(range(snapshots), desc="SWAG", disable=not progress, leave=False):
-        for inputs, targets in batches(loader):
+    epochs_done = 0
+    if checkpoint is not None and (found := checkpoint.read("SWAG")):
+        tensors, numbers = found
+        epochs_done = numbers["epochs"]
+        first, second = tensors["first"], tensors["second"]
+        for name, p in zip(layout.names, parameters, strict=True):
+            with torch.no_grad():
+                p.copy_(tensors[f"parameter.{name}"])
+            optimizer.state[p]["momentum_buffer"] = tensors[f"momentum.{name}"]
+    for epoch in tqdm(range(epochs_done, snapshots), desc="SWAG", disable=not progress, leave=False):
+        for inputs, targets, weights in batches(loader):
             inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
+            targets = targets.to(device)
+            counts = target_weights(likelihood, targets, None if weights is None else weights.to(device))
             with torch.enable_grad():
-                outputs = linearization.forward(model, inputs)
-                loss = likelihood.training_loss(outputs, targets.to(device))
+                losses = likelihood.training_losses(linearization.forward(model, inputs), targets)
+                loss = losses.mean() if counts is None else _weighted_mean(losses, counts.amax(1))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -53,6 +67,16 @@ def swag_variances(
         moved = layout.flat(model).double() - start
         first += moved / snapshots
         second += moved.square() / snapshots
+        if checkpoint is not None:
+            state = {"first": first, "second": second}
+            for name, p in zip(layout.names, parameters, strict=True):
+                state[f"parameter.{name}"] = p
+                state[f"momentum.{name}"] = optimizer.state[p]["momentum_buffer"]
+            checkpoint.write("SWAG", state, {"epochs": epoch + 1})
     if not torch.isfinite(second).all():
         raise ValueError(f"SWAG diverged with learning_rate={learning_rate}; choose a smaller one.")
     return (second - first.square()).clamp_min(0)
+
+
+def _weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights).sum() / weights.sum().clamp_min(torch.finfo(torch.float64).tiny)

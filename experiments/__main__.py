@@ -1,0 +1,137 @@
+"""The command line of the experiments: ``python -m experiments list | train | run | beyond | report``."""
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments import datasets
+from experiments.networks import NETWORKS, num_parameters
+from experiments.recipes import RECIPES
+from experiments.training import WEIGHTS, held_out, is_trained, trained_network
+
+CACHE = WEIGHTS.parent
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "results.csv"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        options.command(options)
+    except datasets.DataFileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="The paper's experiments.")
+    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "1")))
+    commands = parser.add_subparsers(required=True)
+
+    listing = commands.add_parser("list", help="data sets, networks, and what has been done")
+    listing.add_argument("--results", type=Path, default=RESULTS)
+    listing.set_defaults(command=_list)
+
+    train = commands.add_parser("train", help="train networks; those that are trained are left alone")
+    _add_what(train, nargs="+")
+    train.add_argument("--held-out", action="store_true", help="without the data that the temperature is fitted on")
+    train.set_defaults(command=_train)
+
+    run = commands.add_parser("run", help="run the experiments; what is in the results is not done again")
+    _add_what(run, nargs="*")
+    run.add_argument("--results", type=Path, default=RESULTS)
+    run.add_argument("--smoke", action="store_true", help="tiny cuts of two data sets, into a temporary file")
+    run.set_defaults(command=_run)
+
+    beyond = commands.add_parser("beyond", help="KFAC outside of the subspace, after `run`")
+    _add_what(beyond, nargs="+")
+    beyond.add_argument("--results", type=Path, default=RESULTS)
+    beyond.set_defaults(command=_beyond)
+
+    report = commands.add_parser("report", help="tables and figures from the results")
+    report.add_argument("--results", type=Path, default=RESULTS)
+    report.add_argument("--output", type=Path, default=RESULTS.parent)
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _add_what(parser: argparse.ArgumentParser, nargs: str) -> None:
+    parser.add_argument("dataset", nargs=nargs, help=f"of {', '.join(RECIPES)}; or all", metavar="dataset")
+    parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--first-seed", type=int, default=0)
+
+
+def _checked_names(options: argparse.Namespace) -> list[str]:
+    names = list(RECIPES) if options.dataset == ["all"] else list(options.dataset)
+    unknown = [name for name in names if name not in RECIPES]
+    if unknown:
+        raise SystemExit(f"error: unknown data set '{unknown[0]}'; choose of {', '.join(RECIPES)}, or all.")
+    return names
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.first_seed, options.first_seed + options.seeds)
+
+
+def _list(options: argparse.Namespace) -> None:
+    from experiments.results import Results
+
+    done = Results(options.results).done() if options.results.exists() else set()
+    print(f"{'data set':<22}{'network':<10}{'p':>7}  {'n':>5}  {'s up to':>7}  {'λ':>6}  trained seeds    jobs done")
+    for name, recipe in RECIPES.items():
+        trained = [str(seed) for seed in range(10) if is_trained(recipe, seed)]
+        jobs = sum(job.dataset == name or job.dataset.startswith(f"{name}-c/") for job in done)
+        p = num_parameters(NETWORKS[recipe.network]())
+        facts = f"{name:<22}{recipe.network:<10}{p:>7,}  {recipe.num_inputs:>5}  {recipe.largest_dim:>7}"
+        print(f"{facts}  {recipe.prior_precision:>6}  {' '.join(trained) or '–':<15}  {jobs}")
+
+
+def _train(options: argparse.Namespace) -> None:
+    for name in _checked_names(options):
+        recipe, dataset = RECIPES[name], datasets.load(name)
+        if options.held_out:
+            dataset, _, _ = held_out(dataset)
+            recipe = replace(recipe, dataset=dataset.name)
+        for seed in _seeds(options):
+            trained_network(recipe, dataset, seed)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from experiments import runs
+    from experiments.results import Results
+
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            count = runs.smoke(Results(Path(folder) / "results.csv"), Path(folder))
+            print(f"{count} results, thrown away: the experiments run.")
+        return
+    if not options.dataset:
+        raise SystemExit("error: name the data sets to run, or give --smoke.")
+    for name in _checked_names(options):
+        corruptions = runs.corruptions_of(RECIPES[name])
+        results = Results(options.results)
+        runs.run(RECIPES[name], datasets.load(name), _seeds(options), results, CACHE, corruptions)
+
+
+def _beyond(options: argparse.Namespace) -> None:
+    from experiments import beyond
+    from experiments.results import Results
+
+    for name in _checked_names(options):
+        beyond.run(RECIPES[name], datasets.load(name), _seeds(options), Results(options.results), CACHE)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from experiments.report import write_report
+
+    write_report(options.results, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

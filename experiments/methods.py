@@ -1,0 +1,305 @@
+"""The posteriors that are compared: how each is made, and its covariances for every dimension s at once."""
+
+import copy
+import ctypes
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experiments.datasets import Dataset
+from experiments.recipes import Recipe
+from sublaplace import (
+    PROJECTORS,
+    BlockPrecision,
+    Categorical,
+    DensePrecision,
+    DualPrecision,
+    Gaussian,
+    Jacobian,
+    Jacobians,
+    Linearization,
+    ProjectorContext,
+    SubspacePosterior,
+    low_rank,
+)
+from sublaplace.curvature import CurvatureStream, reduced_ggn
+from sublaplace.projection import Projection
+from sublaplace.projectors.subset import largest
+from sublaplace.projectors.swag import swag_variances
+
+FEASIBLE = tuple(name for name in PROJECTORS if name != "lowrank-ggn")
+"""The projectors that do without the exact GGN."""
+
+BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
+DIRECTION_TOLERANCE = 1e-8  # share of the output Hessians' trace that may be dropped, also in float64
+
+Result = TypeVar("Result")
+Exact = DensePrecision | DualPrecision
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A trained network and its data in one floating-point type, with the draws of a seed."""
+
+    recipe: Recipe
+    dataset: Dataset
+    network: nn.Module
+    seed: int
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        """The same in another type; itself if it is of that type."""
+        if self.dtype == dtype:
+            return self
+        return replace(self, network=copy.deepcopy(self.network).to(dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.network.parameters()).dtype
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """f of the training inputs, (N, C)."""
+        return outputs_of(self.network, self.dataset.train_inputs)
+
+    @cached_property
+    def noise_std(self) -> float | None:
+        """σ: the standard deviation of the training residuals, pooled over the outputs; None for classification."""
+        if self.dataset.likelihood == "classification":
+            return None
+        return float((self.dataset.train_targets.double() - self.outputs.double()).std(correction=0))
+
+    @cached_property
+    def linearization(self) -> Linearization:
+        return Linearization(self.network)
+
+    @cached_property
+    def context(self) -> ProjectorContext:
+        """What projectors are built from, with X′ drawn from the training inputs."""
+        inputs, targets = self.dataset.train_inputs.to(self.dtype), self.dataset.train_targets
+        if self.noise_std is not None:
+            targets = targets.to(self.dtype)
+        loader = list(zip(inputs.split(BATCH_SIZE), targets.split(BATCH_SIZE), strict=True))
+        likelihood = Categorical() if self.noise_std is None else Gaussian(self.noise_std)
+        chosen = drawn(len(inputs), self.recipe.num_inputs, self.seed, "subspace inputs")
+        return ProjectorContext(
+            stream=CurvatureStream(self.linearization, loader, likelihood, DIRECTION_TOLERANCE, num_data=len(inputs)),
+            subspace_jacobians=self.jacobians(inputs[chosen]),
+            num_data=len(inputs),
+            num_outputs=self.outputs.shape[1],
+            dim=self.recipe.largest_dim,
+            prior_precision=self.recipe.prior_precision,
+            seed=self.seed,
+        )
+
+    def jacobians(self, inputs: Tensor) -> Jacobians:
+        """J of any inputs."""
+        return Jacobians(self.linearization, inputs.to(self.dtype))
+
+
+def drawn(total: int, count: int, seed: int, purpose: str) -> Tensor:
+    """The indices of `count` things of `total` (at most all), drawn for a seed and a purpose, ascending."""
+    generator = np.random.default_rng([seed, *purpose.encode()])
+    return torch.from_numpy(np.sort(generator.permutation(total)[:count]))
+
+
+def outputs_of(network: nn.Module, inputs: Tensor) -> Tensor:
+    """f of many inputs, batch by batch, in the network's type: (n, C)."""
+    dtype = next(network.parameters()).dtype
+    with torch.no_grad():
+        return torch.cat([network(part.to(dtype)) for part in inputs.split(BATCH_SIZE)])
+
+
+# Posteriors -----------------------------------------------------------------------------------------------------------
+
+
+def feasible_projection(name: str, problem: Problem, dim: int) -> Projection:
+    """P of at most `dim` dimensions for one of `FEASIBLE`, from nothing that was computed before."""
+    context = replace(problem.context, dim=dim, known={})
+    with expected_ranks():
+        return _swag(context, problem) if name == "subset-swag" else PROJECTORS[name](context)
+
+
+def optimal_projection(exact: Exact, jacobians: Jacobians, dim: int) -> Projection:
+    """P of Theorem 1 for these Jacobians: those of the test inputs for the baseline, of X′ for lowrank-ggn."""
+    with expected_ranks():
+        return low_rank(jacobians, exact, dim)
+
+
+@contextmanager
+def expected_ranks() -> Iterator[None]:
+    # A rank below the largest s of the grid is no surprise here; the results note it.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dim=.* is above the numerical rank")
+        yield
+
+
+def _swag(context: ProjectorContext, problem: Problem) -> Projection:
+    """subset-swag with the recipe's snapshots and learning rate, and batches as in training."""
+    inputs, targets = (torch.cat(parts) for parts in zip(*context.stream.loader, strict=True))
+    loader = ShuffledBatches(inputs, targets, problem.recipe.training.batch_size, context.seed)
+    scores = swag_variances(
+        context.linearization,
+        loader,
+        context.stream.likelihood,
+        problem.recipe.swag_snapshots,
+        problem.recipe.swag_learning_rate,
+    )
+    return largest(context.linearization, scores, context.dim)
+
+
+@dataclass
+class ShuffledBatches:
+    """Batches in an order of its own for every run through the data, the same ones for the same seed."""
+
+    inputs: Tensor
+    targets: Tensor
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.randperm(len(self.inputs), generator=self._generator).split(self.batch_size):
+            yield self.inputs[rows], self.targets[rows]
+
+
+def reduced_posterior(problem: Problem, projection: Projection) -> SubspacePosterior:
+    """The posterior in the subspace, with the exact GGN: one pass over the training data."""
+    context = problem.context
+    return SubspacePosterior(
+        projection,
+        reduced_ggn(context.stream, projection),
+        projection.gram(),
+        context.stream.likelihood.curvature_scales,
+        context.prior_precision,
+    )
+
+
+def exact_posterior(problem: Problem) -> Exact:
+    """The full Laplace approximation, factorised."""
+    exact = problem.context.exact()
+    exact.log_determinant()  # forms the Cholesky factor, so that its time is counted here
+    return exact
+
+
+def kfac_posterior(problem: Problem) -> BlockPrecision:
+    """The KFAC Laplace approximation over all parameters, from nothing that was computed before."""
+    return replace(problem.context, known={}).kfac()
+
+
+# Sweeps over s --------------------------------------------------------------------------------------------------------
+
+
+class Sweep(Protocol):
+    """Covariances of outputs for every one of `dims`, in float64, from one product with the Jacobian."""
+
+    @property
+    def dims(self) -> list[int]: ...
+
+    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """For each s the covariance of every input: (n, C, C)."""
+
+    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
+        """For each s the covariance over all inputs together: (nC, nC)."""
+
+
+@dataclass(frozen=True)
+class SubspaceSweep:
+    """Σ_{P_s} = W[:s]ᵀ W[:s] for ascending s, each added to the one before."""
+
+    posterior: SubspacePosterior
+    dims: list[int]
+
+    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        return self._cumulative(self.posterior.whitened(jacobian))
+
+    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
+        return self._cumulative(torch.cat([self.posterior.whitened(part).flatten(0, 1) for part in jacobians]))
+
+    def _cumulative(self, W: Tensor) -> Iterator[Tensor]:
+        total, start = torch.zeros((), dtype=W.dtype), 0
+        for s in self.dims:
+            part = W[..., start:s]
+            total = total + part @ part.transpose(-1, -2)
+            start = s
+            yield total
+
+
+@dataclass(frozen=True)
+class WholeSweep:
+    """A posterior over all p parameters: one entry, s = p."""
+
+    posterior: Exact | BlockPrecision
+    dims: list[int]
+
+    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        yield self.posterior.covariance(jacobian).double()
+
+    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
+        yield self.posterior.joint_covariance(jacobians)
+
+
+@dataclass(frozen=True)
+class CertainSweep:
+    """The plain network: no covariance, s = 0."""
+
+    dims: list[int]
+
+    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        n, C = jacobian.outputs.shape
+        yield torch.zeros(n, C, C, dtype=torch.float64)
+
+    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
+        yield torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64)
+
+
+def capped(dims: list[int], rank: int) -> list[int]:
+    """The grid of dimensions without those above the rank that was found, which takes their place."""
+    return sorted({min(s, rank) for s in dims})
+
+
+# Cost -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of processor time, and memory (MB) above what was in use before: at the peak, and held by the result."""
+
+    seconds: float
+    peak_memory_mb: float
+    kept_memory_mb: float
+
+    def then(self, other: "Cost") -> "Cost":
+        """The cost of both, one after the other."""
+        return Cost(
+            self.seconds + other.seconds,
+            max(self.peak_memory_mb, self.kept_memory_mb + other.peak_memory_mb),
+            self.kept_memory_mb + other.kept_memory_mb,
+        )
+
+
+def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
+    """What `build` gives, and what that costs. Linux only: memory is read from /proc."""
+    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that it does not hide new use
+    Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
+    # Processor time: with one thread that of an idle machine, whatever else is running on this one.
+    before, start = _memory_mb("VmRSS"), time.process_time()
+    result = build()
+    seconds = time.process_time() - start
+    return result, Cost(seconds, _memory_mb("VmHWM") - before, _memory_mb("VmRSS") - before)
+
+
+def _memory_mb(field: str) -> float:
+    """VmRSS (resident memory now) or VmHWM (its peak) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))

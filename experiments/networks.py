@@ -1,0 +1,44 @@
+"""The networks of the paper, without the ones for CIFAR10 and ImageNet10."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+
+def mlp(num_inputs: int, num_outputs: int, width: int = 128) -> nn.Sequential:
+    """inputs → width → ReLU → width → ReLU → outputs."""
+    return nn.Sequential(
+        nn.Linear(num_inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, num_outputs),
+    )
+
+
+class ReusedConvolutionCNN(nn.Module):
+    """Two convolution blocks and a linear layer; the second block runs twice with the same weights: p = 12,458."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.reused = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(288, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.reused(self.reused(self.first(images))).flatten(1))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp-8-2": partial(mlp, 8, 2),
+    "mlp-11-1": partial(mlp, 11, 1),
+    "mlp-8-1": partial(mlp, 8, 1),
+    "mlp-14-2": partial(mlp, 14, 2),
+    "cnn": ReusedConvolutionCNN,
+}
+
+
+def num_parameters(network: nn.Module) -> int:
+    """p, the parameters that require grad."""
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)

@@ -1,0 +1,151 @@
+"""What is done with each data set: network, training, subspace and prior, one row a set."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """How θ̂ is found: Adam with L2 regularisation, gradients clipped, a piecewise linear schedule a step.
+
+    The learning rate rises linearly from 1e-4 of its value over the fraction `warm` of the steps, stays, and falls
+    linearly to 0 from the fraction `decay` on.
+    """
+
+    learning_rate: float
+    epochs: int
+    warm: float
+    decay: float
+    batch_size: int
+    weight_decay: float = 1e-4
+    gradient_norm: float = 1.0
+
+    def learning_rate_at(self, step: int, num_steps: int) -> float:
+        """The learning rate of step 0 ≤ `step` < `num_steps`."""
+        done = step / num_steps
+        factor = 1.0
+        if done < self.warm:
+            factor = 1e-4 + (1 - 1e-4) * done / self.warm
+        if done >= self.decay:
+            factor = min(factor, (1 - done) / (1 - self.decay))
+        return self.learning_rate * factor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings of one data set.
+
+    `num_inputs` is n, the number of training inputs X′ that P is built from and of test inputs drawn for KL,
+    log-trace and relative error (at most the whole test set). σ of regression is the standard deviation of the
+    training residuals.
+    """
+
+    dataset: str
+    network: str
+    training: TrainingRecipe
+    num_inputs: int
+    largest_dim: int
+    prior_precision: float
+    swag_snapshots: int = 10
+    # The published rate; where it diverges, the largest of .003, .001, .0003 at which the training loss stays.
+    swag_learning_rate: float = 0.01
+    dtype: torch.dtype = torch.float64  # of all but the exact GGN, which is float64 always
+    small_dims: tuple[int, ...] = ()  # beside the grid
+    large_subset_dims: tuple[int, ...] = ()  # beside the grid, for methods that choose single parameters
+    corrupted: bool = False  # corrupted test sets as well
+    maps_sensitivity: bool = False  # the sensitivity of every parameter is kept for a heat map
+
+    def dims(self, projector: str) -> list[int]:
+        """The subspace dimensions s, ascending: a grid of ten, and what this data set adds."""
+        grid = {int(s) for s in np.linspace(10, self.largest_dim, 10)} | set(self.small_dims)
+        return sorted(grid | set(self.large_subset_dims) if projector.startswith("subset") else grid)
+
+    def training_fingerprint(self) -> str:
+        """A digest of all that trained weights depend on, beside the seed."""
+        facts = {"dataset": self.dataset, "network": self.network, **asdict(self.training)}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tabular(initial: float, epochs: int, warm: float, decay: float, batch_size: int) -> TrainingRecipe:
+    # The tabular sets' learning rate grows with the batch, which is the whole training set but for naval.
+    return TrainingRecipe(initial * batch_size / 256, epochs, warm, decay, batch_size)
+
+
+_REDWINE = _tabular(0.0004, 300, 0.3, 0.3, 1279)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.dataset: recipe
+    for recipe in (
+        Recipe(
+            "enb",
+            "mlp-8-2",
+            _tabular(0.004, 1500, 0.1, 0.5, batch_size=614),
+            num_inputs=614,
+            largest_dim=972,
+            prior_precision=2.003,
+            swag_snapshots=100,
+            swag_learning_rate=0.003,
+            maps_sensitivity=True,
+        ),
+        Recipe(
+            "redwine",
+            "mlp-11-1",
+            _REDWINE,
+            num_inputs=1000,
+            largest_dim=753,
+            prior_precision=6.538,
+            swag_learning_rate=0.0003,
+            small_dims=tuple(range(1, 21)),
+            large_subset_dims=(1000, 2000, 4000, 6000, 8000, 10000, 12000, 15000),
+        ),
+        Recipe(
+            "redwine-standardised",
+            "mlp-11-1",
+            _REDWINE,
+            num_inputs=1000,
+            largest_dim=753,
+            prior_precision=6.538,
+        ),
+        Recipe(
+            "california",
+            "mlp-8-1",
+            _tabular(0.0004, 100, 0.3, 0.5, batch_size=16512),
+            num_inputs=5000,
+            largest_dim=5000,
+            prior_precision=8.844,
+            maps_sensitivity=True,
+        ),
+        Recipe(
+            "naval",
+            "mlp-14-2",
+            _tabular(0.0004, 100, 0.3, 0.5, batch_size=1000),
+            num_inputs=1000,
+            largest_dim=1222,
+            prior_precision=4.336,
+            swag_learning_rate=0.001,
+        ),
+        Recipe(
+            "mnist",
+            "cnn",
+            TrainingRecipe(0.004, 20, 0.1, 0.3, batch_size=256),
+            num_inputs=100,
+            largest_dim=1000,
+            prior_precision=18.94,
+            dtype=torch.float32,
+            corrupted=True,
+        ),
+        Recipe(
+            "fashionmnist",
+            "cnn",
+            TrainingRecipe(0.002, 40, 0.1, 0.5, batch_size=256),
+            num_inputs=100,
+            largest_dim=1000,
+            prior_precision=32.69,
+            dtype=torch.float32,
+        ),
+    )
+}

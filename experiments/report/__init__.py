@@ -1,0 +1,242 @@
+"""The report on the reproduction of the paper: REPORT.md and report.html from results.csv and the published figures."""
+
+import math
+from pathlib import Path
+
+from experiments.report import figures, tables
+from experiments.report.checks import FEASIBLE, OPTIMUM, divergence_check, trace_checks
+from experiments.report.document import Block, Bullets, Document, Figure, Figures, Paragraph, Section
+from experiments.report.figures import Panel
+from experiments.report.findings import (
+    FIGURE_1,
+    Finding,
+    agreement_sentences,
+    beside_baselines,
+    findings,
+    summary,
+)
+from experiments.report.numbers import SMALL_DIM, Measurements, Published, counted, on_grid
+
+REMARKS = Path(__file__).resolve().parents[1] / "findings.md"
+CORRUPTED = "mnist_c_approximation_quality"
+SHOWN_VIOLATIONS = 20
+FIGURE_2 = ("cifar10", "imagenet10")
+DRAWN = (*FEASIBLE, "last-layer", OPTIMUM, "full")
+
+
+def write_report(results_path: Path, output_folder: Path) -> None:
+    """Writes REPORT.md, report.html and figures/*.svg into a folder; what was not run is said to be missing."""
+    measurements, published = Measurements.read(results_path), Published()
+    _Report(measurements, published, results_path.parent).document().write(output_folder)
+
+
+class _Report:
+    """The sections, each made of what has been run."""
+
+    def __init__(self, measurements: Measurements, published: Published, folder: Path) -> None:
+        self.measurements, self.published, self.folder = measurements, published, folder
+        quotes = {d: published.quote("authors_code", d, "largest_s") for d in measurements.datasets}
+        self.largest = {dataset: quote.mean for dataset, quote in quotes.items() if quote is not None}
+        fashion = tables.lines_of(published, "eval_uq_extended", "fashionmnist")
+        self.compared = [
+            ("FashionMNIST (Table 1)", "eval_uq_extended", fashion),
+            ("MNIST-C, approximation", CORRUPTED, tables.lines_of(published, CORRUPTED)),
+            ("MNIST-C, scores", "mnist_c_uq_eval", tables.lines_of(published, "mnist_c_uq_eval")),
+        ]
+        others = [d for d in measurements.datasets if d not in FIGURE_1 and "/" not in d]
+        self.clean = [*(d for d in FIGURE_1 if d in measurements.datasets), *others]
+
+    def document(self) -> Document:
+        sections = [
+            self._findings(),
+            self._coverage(),
+            self._figure_1(),
+            self._scores(),
+            self._corrupted(),
+            self._likelihoods(),
+            self._baselines(),
+            self._trace_criterion(),
+            self._bounds(),
+            self._small_and_large(),
+            self._dead_parameters(),
+            self._prior(),
+            self._costs(),
+            self._remarks(),
+            Section("Names", [tables.names(self.published)]),
+        ]
+        introduction = (
+            "The experiments of Faller and Martin, Low Rank Based Subspace Inference for the Laplace Approximation of "
+            "Bayesian Neural Networks (AISTATS 2026), run with sublaplace. Every number of ours is computed from "
+            "results.csv, every number of the paper from published/*.csv. Numbers in parentheses are standard errors "
+            "over seeds; −∞ is the logarithm of a trace that is zero in at least one seed."
+        )
+        return Document("Reproduction of the paper", introduction, sections)
+
+    def _findings(self) -> Section:
+        found = findings(self.measurements, self.published, self.largest)
+        blocks: list[Block] = [Paragraph(summary(found, self.measurements)), self._listed(found)]
+        blocks.append(Paragraph("How our numbers compare with those of the paper's tables:"))
+        blocks.append(Bullets(agreement_sentences(self.measurements, self.published, self.compared)))
+        sentences = [s for d in ("fashionmnist", "mnist") if (s := beside_baselines(self.measurements, d))]
+        if sentences:
+            blocks += [Paragraph("Beside the baselines that the paper does not have:"), Bullets(sentences)]
+        return Section("Findings", blocks)
+
+    def _listed(self, found: list[Finding]) -> Bullets:
+        return Bullets(
+            [f"{finding.claim} {finding.evidence}".strip() for finding in found],
+            [f"{finding.verdict.capitalize()}." for finding in found],
+        )
+
+    def _coverage(self) -> Section:
+        expected = [d for d in self.published.distinct("authors_code", "dataset") if d != "mnist"]
+        corrupted = [line.dataset for line in tables.lines_of(self.published, CORRUPTED)]
+        run = sum(dataset in self.measurements.datasets for dataset in corrupted)
+        blocks: list[Block] = [
+            Paragraph(
+                f"The paper has {tables.PAPER_SEEDS} seeds of each data set. Corrupted MNIST: {run} of "
+                f"{counted(len(corrupted), 'corruption')} run; the corrupted pictures were generated, as the published "
+                "ones cannot be had again."
+            ),
+            tables.overview(self.measurements, [*expected, "mnist", *corrupted, "cifar10-c"]),
+            tables.notes(self.measurements),
+        ]
+        return Section("What was run, and what was cut", blocks)
+
+    def _curves(self, dataset: str, name: str, panels: list[Panel], methods: tuple[str, ...]) -> Figure:
+        largest = self.largest.get(dataset, math.inf)
+        return figures.against_dimension(
+            self.measurements, dataset, panels, methods, lambda s: on_grid(s, largest), name, dataset
+        )
+
+    def _figure_1(self) -> Section:
+        drawn = []
+        for dataset in self.clean:
+            kl = Panel(self.measurements.divergence(dataset), "KL", logarithmic=True)
+            drawn.append(self._curves(dataset, f"figure-1-{dataset}", [kl, Panel("log_trace", "log-trace")], DRAWN))
+        missing = [dataset for dataset in FIGURE_1 if dataset not in self.clean]
+        caption = (
+            "Above the KL divergence from the full posterior, below the logarithm of the trace, against s. Bands are "
+            "standard errors; points without a trace are left out; curves end at the last s that all seeds reach."
+        )
+        blocks: list[Block] = [Figures("Key to all figures.", [figures.legend([*DRAWN, "map"])])]
+        if drawn:
+            blocks.append(Figures(caption, drawn))
+        if missing:
+            blocks.append(Paragraph(f"{tables.NOT_RUN.capitalize()}: {', '.join(missing)}."))
+        if not any(dataset in self.clean for dataset in FIGURE_2):
+            blocks.append(Paragraph(f"Figure 2, the log-trace of {' and '.join(FIGURE_2)}: {tables.NOT_RUN}."))
+        for dataset in self.clean:
+            largest = self.largest.get(dataset, math.inf)
+            blocks.append(tables.divergences(self.measurements, dataset, (*FEASIBLE, OPTIMUM), largest))
+        blocks.append(tables.ranks(self.measurements, self.published))
+        return Section("Figure 1: faithfulness to the full posterior", blocks)
+
+    def _scores(self) -> Section:
+        table = "eval_uq_extended"
+        blocks: list[Block] = []
+        for dataset in self.published.distinct(table, "dataset"):
+            if dataset not in self.measurements.datasets:
+                count = sum(self.published.tables[table]["dataset"] == dataset)
+                blocks.append(Paragraph(f"{dataset}: {tables.NOT_RUN} ({counted(count, 'cell')} of the paper)."))
+                continue
+            lines = tables.lines_of(self.published, table, dataset)
+            for metric in self.published.distinct(table, "metric"):
+                caption = f"{dataset}, {tables.title(metric)}"
+                blocks.append(tables.beside_paper(self.measurements, self.published, table, metric, lines, caption))
+        blocks.append(tables.agreement_table(self.measurements, self.published, self.compared))
+        return Section("Table 1 and its extension", blocks)
+
+    def _corrupted(self) -> Section:
+        blocks: list[Block] = []
+        for table in (CORRUPTED, "mnist_c_uq_eval"):
+            lines = tables.lines_of(self.published, table)
+            for metric in self.published.distinct(table, "metric"):
+                caption = f"Corrupted MNIST, s = {lines[0].s}, {tables.title(metric)}"
+                blocks.append(tables.beside_paper(self.measurements, self.published, table, metric, lines, caption))
+        cifar = counted(len(self.published.tables["ood_extended"]), "cell")
+        if not any(dataset.startswith("cifar10-c/") for dataset in self.measurements.datasets):
+            blocks.append(Paragraph(f"Corrupted CIFAR10 (Table 2 and its extension, {cifar}): {tables.NOT_RUN}."))
+        return Section("Corrupted data", blocks)
+
+    def _likelihoods(self) -> Section:
+        drawn = [
+            self._curves(dataset, f"nll-{dataset}", [Panel("nll", "NLL")], (*DRAWN, "map")) for dataset in self.clean
+        ]
+        return Section("NLL against s", [Figures("NLL on the whole test set; the key is that of Figure 1.", drawn)])
+
+    def _baselines(self) -> Section:
+        text = (
+            "All methods side by side, subspaces at the s nearest to 100 and at the largest. lowrankopt-ggn is built "
+            "from the inputs it is judged on: a yardstick, not a method."
+        )
+        return Section(
+            "Baselines", [Paragraph(text), *(tables.baselines(self.measurements, dataset) for dataset in self.clean)]
+        )
+
+    def _trace_criterion(self) -> Section:
+        text = "ρ = 1 where a larger trace always goes with a smaller divergence."
+        return Section(
+            "The trace criterion",
+            [
+                Paragraph(text),
+                tables.rank_correlations(self.measurements, self.clean, self.largest),
+                tables.corrupted_rank_correlations(self.measurements, self.published),
+            ],
+        )
+
+    def _bounds(self) -> Section:
+        checks = [*trace_checks(self.measurements), divergence_check(self.measurements)]
+        blocks: list[Block] = [tables.check_table(checks)]
+        for check in checks:
+            if check.violations:
+                more = len(check.violations) - SHOWN_VIOLATIONS
+                rest = [f"and {more} more"] if more > 0 else []
+                blocks.append(Paragraph(f"Violated: {check.claim}"))
+                blocks.append(Bullets([*check.violations[:SHOWN_VIOLATIONS], *rest]))
+        return Section("Bounds", blocks)
+
+    def _small_and_large(self) -> Section:
+        title = "Small and large s on Red Wine"
+        if "redwine" not in self.measurements.datasets:
+            return Section(title, [Paragraph(f"{tables.NOT_RUN.capitalize()}.")])
+        panels = [Panel("kl", "KL", logarithmic=True), Panel("log_trace", "log-trace")]
+        subsets = (*(method for method in DRAWN if method.startswith("subset")), "full")
+        drawn = [
+            figures.against_dimension(
+                self.measurements, "redwine", panels, methods, dims, f"redwine-{name}", f"redwine, {name} s"
+            )
+            for name, methods, dims in (("small", DRAWN, SMALL_DIM.__ge__), ("large", subsets, SMALL_DIM.__le__))
+        ]
+        caption = f"Left s up to {SMALL_DIM}, right subsets up to the largest s; the key is that of Figure 1."
+        return Section(title, [Figures(caption, drawn)])
+
+    def _dead_parameters(self) -> Section:
+        blocks: list[Block] = [tables.dead_parameters(self.measurements, self.published)]
+        paths = {d: self.folder / f"dead_parameters-{d}.npz" for d in ("enb", "california")}
+        drawn = [figures.heat_map(path, dataset) for dataset, path in paths.items() if path.exists()]
+        if drawn:
+            caption = "Sensitivity of the outputs to every parameter, seed 0: dark where a parameter moves nothing."
+            blocks.append(Figures(caption, drawn))
+        missing = [dataset for dataset, path in paths.items() if not path.exists()]
+        if missing:
+            blocks.append(Paragraph(f"Heat map of {', '.join(missing)}: {tables.NOT_RUN}."))
+        return Section("Dead parameters", blocks)
+
+    def _prior(self) -> Section:
+        return Section("Prior precision", [tables.prior_precisions(self.measurements, self.published)])
+
+    def _costs(self) -> Section:
+        return Section(
+            "Cost and memory",
+            [
+                tables.costs(self.measurements),
+                tables.cost_ratios(self.measurements, self.published),
+                tables.memory_load(self.measurements, self.published),
+            ],
+        )
+
+    def _remarks(self) -> Section:
+        """What differs from the paper by intent, as the file findings.md has it: one bullet a difference."""
+        lines = REMARKS.read_text(encoding="utf-8").split("\n- ")[1:]
+        return Section("What differs from the paper, and why", [Bullets([" ".join(line.split()) for line in lines])])

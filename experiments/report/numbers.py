@@ -1,0 +1,199 @@
+"""Our results and the paper's figures as numbers with standard errors."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from experiments.results import Results, Row
+
+SMALL_DIM = 20  # up to here s has a figure of its own
+WITHOUT_DIMENSION = ("map", "temperature", "ensemble", "last-layer", "kfac", "full")  # s is not a choice of theirs
+PUBLISHED = Path(__file__).resolve().parents[1] / "published"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its standard error, None where there is but one seed or a value is infinite."""
+
+    mean: float
+    standard_error: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        """mean and (Σ(v − mean)² / (n − 1) / n)^½."""
+        n, mean = len(values), float(np.mean(values))
+        error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 and math.isfinite(mean) else None
+        return cls(mean, error, n)
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A number of the paper as printed, with its standard error if it has one."""
+
+    mean: float
+    standard_error: float | None
+    digits: int  # after the decimal point
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ours minus the paper's, also in standard errors of the difference (None where one of the two has none)."""
+
+    value: float
+    standard_errors: float | None
+
+    @classmethod
+    def between(cls, ours: Estimate, paper: Quote) -> "Difference":
+        """Rounding of the printed figures, half a unit of their last digit, counts for agreement."""
+        value = 0.0 if ours.mean == paper.mean else ours.mean - paper.mean  # −∞ agrees with −∞
+        if ours.standard_error is None or paper.standard_error is None or not math.isfinite(value):
+            return cls(value, None)
+        rounding = 0.5 * 10.0**-paper.digits
+        spread = math.hypot(ours.standard_error, paper.standard_error + rounding)
+        return cls(value, max(abs(value) - rounding, 0.0) / spread)
+
+
+class Measurements:
+    """Our results, averaged over seeds on demand.
+
+    A method is named by its projector, and by what it differs in from the paper's use of it (inputs of the subspace,
+    what stands outside of it).
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = pd.DataFrame([vars(row) | {"method": _method(row)} for row in rows])
+        # By data set, method and metric: for every s the value of every seed.
+        self._values: dict[tuple[str, str, str], dict[int | None, dict[int, float]]] = {}
+        for row in self.rows.itertuples():
+            s = None if row.method in WITHOUT_DIMENSION else row.s
+            sweep = self._values.setdefault((row.dataset, row.method, row.metric), {})
+            sweep.setdefault(s, {})[row.seed] = row.value
+
+    @classmethod
+    def read(cls, path: Path) -> "Measurements":
+        """The results in a file that `python -m experiments run` has written."""
+        if not path.exists():
+            raise FileNotFoundError(f"There are no results at {path}; run `python -m experiments run` first.")
+        rows = Results(path).rows()
+        if not rows:
+            raise ValueError(f"{path} holds no results yet; run `python -m experiments run` first.")
+        return cls(rows)
+
+    @property
+    def datasets(self) -> list[str]:
+        return list(dict.fromkeys(self.rows["dataset"]))
+
+    def methods(self, dataset: str) -> list[str]:
+        return list(dict.fromkeys(self.rows.loc[self.rows["dataset"] == dataset, "method"]))
+
+    def by_seed(self, dataset: str, method: str, metric: str, s: int | None = None) -> dict[int, float]:
+        """The value of every seed. `s` is ignored for methods that have no choice of it."""
+        return self._values.get((dataset, method, metric), {}).get(None if method in WITHOUT_DIMENSION else s, {})
+
+    def estimate(self, dataset: str, method: str, metric: str, s: int | None = None) -> Estimate | None:
+        """The mean over seeds; None where nothing was run."""
+        values = self.by_seed(dataset, method, metric, s)
+        return Estimate.of(list(values.values())) if values else None
+
+    def dims(self, dataset: str, method: str, metric: str) -> list[int]:
+        """The dimensions s that all seeds of a method have, ascending.
+
+        Where the rank of the Jacobian ends the grid, seeds end at different s: those last ones are left out.
+        """
+        sweep = self._values.get((dataset, method, metric), {})
+        most = max((len(seeds) for seeds in sweep.values()), default=0)
+        return sorted(s for s, seeds in sweep.items() if s is not None and len(seeds) == most)
+
+    def divergence(self, dataset: str) -> str:
+        """The metric that the paper calls KL: joint over inputs for regression, mean over them for classification."""
+        metrics = set(self.rows.loc[self.rows["dataset"] == dataset, "metric"])
+        return "kl" if "kl" in metrics else "kl_mean"
+
+    def seeds(self, dataset: str) -> list[int]:
+        """The seeds of a data set; the ensemble, one for all seeds, does not count."""
+        chosen = (self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")
+        return sorted(int(seed) for seed in self.rows.loc[chosen, "seed"].unique())
+
+
+def _method(row: Row) -> str:
+    name = row.projector
+    if row.inputs not in ("", "train") and name != "lowrankopt-ggn":
+        name += f" from {row.inputs}"
+    return f"{name}, {row.complement} outside" if row.complement else name
+
+
+def on_grid(s: int, largest: float) -> bool:
+    """Whether s belongs to the main figures: 10, and from 20 on up to the largest."""
+    return s == 10 or SMALL_DIM <= s <= largest
+
+
+class Published:
+    """The paper's numbers; `name` is that of a file in the folder `published`."""
+
+    def __init__(self, folder: Path = PUBLISHED) -> None:
+        tables = {path.stem: pd.read_csv(path, dtype=str, keep_default_na=False) for path in folder.glob("*.csv")}
+        self.names = tables.pop("names")
+        self.tables = tables
+        self._quotes = {
+            (name, row.dataset, row.projector, int(row.s) if row.s else None, row.metric): _quote(row)
+            for name, table in tables.items()
+            for row in table.itertuples()
+        }
+
+    def quote(self, name: str, dataset: str, metric: str, projector: str = "", s: int | None = None) -> Quote | None:
+        return self._quotes.get((name, dataset, projector, s, metric))
+
+    def distinct(self, name: str, column: str, dataset: str | None = None) -> list[str]:
+        """What a column of a table holds, in the table's order, for one data set or all."""
+        table = self.tables[name]
+        return list(dict.fromkeys(table.loc[table["dataset"] == dataset, column] if dataset else table[column]))
+
+    def dims(self, name: str, dataset: str) -> list[int]:
+        return [int(s) for s in self.distinct(name, "s", dataset)]
+
+
+def _quote(row: object) -> Quote:
+    value, error = row.value, row.standard_error  # type: ignore[attr-defined]
+    digits = len(value.split("e")[0].partition(".")[2])
+    return Quote(float(value), float(error) if error else None, digits)
+
+
+# Numbers as text ------------------------------------------------------------------------------------------------------
+
+NOTHING = "–"
+
+
+def number(value: float | None, digits: int | None = None) -> str:
+    """A number with so many digits after the point, or with four that matter."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "−∞" if value < 0 else "∞"
+    text = f"{value:.{digits}f}" if digits is not None else f"{value:.4g}"
+    return text.replace("-", "−")
+
+
+def with_error(estimate: Estimate | Quote | None, digits: int | None = None) -> str:
+    """The mean, and its standard error in parentheses."""
+    if estimate is None:
+        return NOTHING
+    text = number(estimate.mean, digits)
+    error = estimate.standard_error
+    if error is None:
+        return text
+    return f"{text} ({f'{error:.2g}' if digits is None else number(error, digits)})"
+
+
+def signed(value: float, digits: int) -> str:
+    rounded = round(value, digits)
+    return number(abs(rounded) if rounded == 0 else rounded, digits) if rounded <= 0 else f"+{number(rounded, digits)}"
+
+
+def counted(amount: int, thing: str) -> str:
+    """'1 seed', '3 seeds'."""
+    return f"{amount} {thing}" if amount == 1 else f"{amount} {thing}s"

@@ -1,0 +1,409 @@
+"""The tables: ours, the paper's and the difference."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.report.checks import (
+    FEASIBLE,
+    OPTIMUM,
+    PAPER_PROJECTORS,
+    Check,
+    our_rank_correlations,
+    published_rank_correlation,
+    table_correlation,
+)
+from experiments.report.document import Strong, Table
+from experiments.report.numbers import (
+    NOTHING,
+    WITHOUT_DIMENSION,
+    Difference,
+    Estimate,
+    Measurements,
+    Published,
+    Quote,
+    counted,
+    number,
+    on_grid,
+    signed,
+    with_error,
+)
+
+NOT_RUN = "not run yet"
+PAPER_SEEDS = 5
+TITLES = {
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier score",
+    "kl": "KL, joint",
+    "kl_mean": "KL, mean an input",
+    "log_trace": "log-trace",
+}
+LARGER_IS_BETTER = ("log_trace",)
+FAR = 2.0  # standard errors from which a difference is set in bold
+
+
+def title(metric: str) -> str:
+    return TITLES.get(metric, metric.replace("_", " "))
+
+
+# Ours beside the paper's ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table of the paper: where it stands, and what it is called."""
+
+    label: str
+    dataset: str
+    s: int
+
+
+def lines_of(published: Published, table: str, dataset: str | None = None) -> list[Line]:
+    """The lines of a table of scores: one a dimension of one data set, or one a corruption."""
+    if dataset is not None:
+        return [Line(f"s = {s}", dataset, s) for s in published.dims(table, dataset)]
+    names = published.distinct(table, "dataset")
+    return [Line(name.split("/")[-1].replace("_", " "), name, s) for name in names for s in published.dims(table, name)]
+
+
+def beside_paper(
+    measurements: Measurements, published: Published, table: str, metric: str, lines: Sequence[Line], caption: str
+) -> Table:
+    """Three rows a line: ours (the best in bold), the paper's, the difference (bold from two standard errors on)."""
+    projectors = published.distinct(table, "projector")
+    rows: list[list[str]] = []
+    for line in lines:
+        quotes = [published.quote(table, line.dataset, metric, p, line.s) for p in projectors]
+        ours = [measurements.estimate(line.dataset, p, metric, line.s) for p in projectors]
+        digits = max(quote.digits for quote in quotes if quote is not None)
+        rows.append([line.label, "ours", *_best_in_bold(ours, metric, digits), seeds_of(ours)])
+        rows.append([line.label, "paper", *(with_error(quote, digits) for quote in quotes), str(PAPER_SEEDS)])
+        differences = [_difference(estimate, quote) for estimate, quote in zip(ours, quotes, strict=True)]
+        rows.append([line.label, "difference", *(_difference_cell(d, digits) for d in differences), ""])
+    return Table(caption, ["", "", *projectors, "seeds"], rows, labels=2)
+
+
+def seeds_of(estimates: Sequence[Estimate | None]) -> str:
+    """'5', '2 to 5' where methods differ, 'not run yet'."""
+    counts = sorted({estimate.seeds for estimate in estimates if estimate is not None})
+    if not counts:
+        return NOT_RUN
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _best_in_bold(estimates: Sequence[Estimate | None], metric: str, digits: int) -> list[str]:
+    means = [estimate.mean for estimate in estimates if estimate is not None]
+    best = (max if metric in LARGER_IS_BETTER else min)(means) if means else None
+    cells = [with_error(estimate, digits) for estimate in estimates]
+    return [Strong(c) if e is not None and e.mean == best else c for e, c in zip(estimates, cells, strict=True)]
+
+
+def _difference(ours: Estimate | None, paper: Quote | None) -> Difference | None:
+    return None if ours is None or paper is None else Difference.between(ours, paper)
+
+
+def _difference_cell(difference: Difference | None, digits: int) -> str:
+    if difference is None:
+        return NOTHING
+    text = signed(difference.value, digits)
+    far = difference.standard_errors is not None and difference.standard_errors > FAR
+    return Strong(text) if far else text
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a table of the paper compares with ours: cells, and of those with standard errors how many agree."""
+
+    cells: int
+    tested: int
+    within: int  # two standard errors
+    median_difference: float
+    correlation: float | None
+
+
+def agreement(
+    measurements: Measurements, published: Published, table: str, metric: str, lines: Sequence[Line]
+) -> Agreement | None:
+    """None where no cell of the table was run. Cells of −∞ are left out."""
+    pairs = []
+    for line in lines:
+        for projector in published.distinct(table, "projector"):
+            ours = measurements.estimate(line.dataset, projector, metric, line.s)
+            paper = published.quote(table, line.dataset, metric, projector, line.s)
+            if ours is not None and paper is not None and math.isfinite(ours.mean) and math.isfinite(paper.mean):
+                pairs.append((ours, paper))
+    if not pairs:
+        return None
+    differences = [Difference.between(ours, paper) for ours, paper in pairs]
+    apart = [d.standard_errors for d in differences if d.standard_errors is not None]
+    return Agreement(
+        cells=len(pairs),
+        tested=len(apart),
+        within=sum(value <= FAR for value in apart),
+        median_difference=float(np.median([d.value for d in differences])),
+        correlation=table_correlation([ours.mean for ours, _ in pairs], [paper.mean for _, paper in pairs]),
+    )
+
+
+def agreement_table(
+    measurements: Measurements, published: Published, parts: Sequence[tuple[str, str, Sequence[Line]]]
+) -> Table:
+    """One row a part (its name, the table, its lines) and metric."""
+    rows = []
+    for name, table, lines in parts:
+        for metric in published.distinct(table, "metric"):
+            found = agreement(measurements, published, table, metric, lines)
+            if found is None:
+                rows.append([name, title(metric), NOT_RUN, NOTHING, NOTHING, NOTHING])
+                continue
+            within = f"{found.within} of {found.tested}" if found.tested else NOTHING
+            difference = signed(found.median_difference, 3)
+            rows.append([name, title(metric), str(found.cells), within, difference, number(found.correlation, 2)])
+    header = ["table", "metric", "cells", "within two standard errors", "median difference", "Spearman's ρ"]
+    return Table("Our cells beside the paper's", header, rows, labels=2)
+
+
+# What was run ---------------------------------------------------------------------------------------------------------
+
+
+def overview(measurements: Measurements, expected: Sequence[str]) -> Table:
+    """Every data set of the paper and of the results, with its seeds."""
+    rows = []
+    for dataset in dict.fromkeys([*expected, *measurements.datasets]):
+        seeds, methods = measurements.seeds(dataset), measurements.methods(dataset)
+        run = f"{len(seeds)} of {PAPER_SEEDS}" if seeds else NOT_RUN
+        rows.append([dataset, run, str(len(methods)) if methods else NOTHING])
+    header = ["data set", "seeds", "methods"]
+    return Table("Seeds and methods of each data set", header, _corruptions_joined(rows), labels=3)
+
+
+def notes(measurements: Measurements) -> Table:
+    """What the runs noted: precision, ranks, whatever was cut."""
+    noted = measurements.rows[measurements.rows["note"] != ""]
+    rows = []
+    for (dataset, note), group in noted.groupby(["dataset", "note"], sort=False):
+        methods = list(dict.fromkeys(group["method"]))
+        text = ", ".join(methods) if len(methods) <= 3 else counted(len(methods), "method")
+        seeds = ", ".join(str(seed) for seed in sorted(group["seed"].unique()))
+        rows.append([dataset, note, text, seeds])
+    return Table("What the runs noted", ["data set", "note", "methods", "seeds"], _corruptions_joined(rows), labels=4)
+
+
+def _corruptions_joined(rows: list[list[str]]) -> list[list[str]]:
+    """Rows that differ only in the corruption become one."""
+    joined: dict[tuple[str, ...], int] = {}
+    for dataset, *rest in rows:
+        name = f"{dataset.split('/')[0]}/…" if "/" in dataset else dataset
+        joined[name, *rest] = joined.get((name, *rest), 0) + 1
+    return [[f"{name} ({n} corruptions)" if "/" in name else name, *rest] for (name, *rest), n in joined.items()]
+
+
+# Methods of ours ------------------------------------------------------------------------------------------------------
+
+
+def divergences(measurements: Measurements, dataset: str, methods: Sequence[str], largest: float) -> Table:
+    """KL from the full posterior for every s of the grid."""
+    metric = measurements.divergence(dataset)
+    shown = [m for m in methods if measurements.dims(dataset, m, metric) and m not in WITHOUT_DIMENSION]
+    grid = sorted({s for m in shown for s in measurements.dims(dataset, m, metric) if on_grid(s, largest)})
+    rows = []
+    for s in grid:
+        estimates = [measurements.estimate(dataset, m, metric, s) for m in shown]
+        rows.append([str(s), *(with_error(estimate) for estimate in estimates), seeds_of(estimates)])
+    plain = measurements.estimate(dataset, "map", metric)
+    caption = f"{dataset}: KL from the full posterior ({metric}); the plain network has {with_error(plain)}"
+    return Table(caption, ["s", *shown, "seeds"], rows)
+
+
+def reference_dims(measurements: Measurements, dataset: str) -> list[int]:
+    """Two dimensions at which methods are compared: the one nearest to 100 in ratio, and the largest."""
+    dims = measurements.dims(dataset, "lowrank-kfac", "nll")
+    return sorted({min(dims, key=lambda s: abs(math.log(s / 100))), dims[-1]}) if dims else []
+
+
+def baselines(measurements: Measurements, dataset: str) -> Table:
+    """All methods of one data set side by side, those without a choice of s first."""
+    metrics = [m for m in ("nll", "ece", "brier", "coverage", measurements.divergence(dataset), "log_trace")]
+    methods = measurements.methods(dataset)
+    fixed: list[tuple[str, int | None]] = [(m, None) for m in WITHOUT_DIMENSION if m in methods]
+    chosen = [(m, s) for s in reference_dims(measurements, dataset) for m in methods if m not in WITHOUT_DIMENSION]
+    rows = []
+    for method, s in [*fixed, *chosen]:
+        estimates = [measurements.estimate(dataset, method, metric, s) for metric in metrics]
+        if any(estimate is not None for estimate in estimates):
+            cells = [with_error(estimate) for estimate in estimates]
+            rows.append([method, NOTHING if s is None else str(s), *cells, seeds_of(estimates)])
+    known = [i for i in range(len(metrics)) if any(row[2 + i] != NOTHING for row in rows)]
+    kept = [[*row[:2], *(row[2 + i] for i in known), row[-1]] for row in rows]
+    return Table(dataset, ["method", "s", *(title(metrics[i]) for i in known), "seeds"], kept, labels=1)
+
+
+# Trace criterion ------------------------------------------------------------------------------------------------------
+
+
+def rank_correlations(measurements: Measurements, datasets: Sequence[str], largest: dict[str, float]) -> Table:
+    """Spearman's ρ of KL with −log-trace for each set and s, over the paper's five projectors and over all feasible."""
+    rows = []
+    for dataset in datasets:
+        dims = {s for m in FEASIBLE for s in measurements.dims(dataset, m, "log_trace")}
+        for s in sorted(s for s in dims if on_grid(s, largest.get(dataset, math.inf))):
+            cells = []
+            for methods in (PAPER_PROJECTORS, FEASIBLE):
+                found, most = our_rank_correlations(measurements, dataset, s, methods)
+                cells += [with_error(Estimate.of(found), 3) if found else NOTHING, str(most) if most else NOTHING]
+            if cells[0] != NOTHING or cells[2] != NOTHING:
+                rows.append([dataset, str(s), *cells])
+    header = ["data set", "s", "ρ, the paper's projectors", "methods", "ρ, all feasible projectors", "methods"]
+    return Table("Spearman's ρ of KL with −log-trace, mean over seeds", header, rows)
+
+
+def corrupted_rank_correlations(measurements: Measurements, published: Published) -> Table:
+    """ρ of KL with −log-trace on each corruption: ours, and that of the paper's table."""
+    rows = []
+    for line in lines_of(published, "mnist_c_approximation_quality"):
+        found, _ = our_rank_correlations(measurements, line.dataset, line.s, PAPER_PROJECTORS)
+        paper = published_rank_correlation(published, line.dataset, line.s)
+        ours = with_error(Estimate.of(found), 3) if found else NOTHING
+        rows.append([line.label, ours, number(paper, 3), str(len(found)) if found else NOT_RUN])
+    return Table("Corrupted MNIST, s = 100", ["corruption", "ours", "paper", "seeds"], rows)
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    rows = [
+        [
+            check.claim,
+            str(check.checked),
+            str(len(check.violations)),
+            number(check.worst) if check.violations else NOTHING,
+        ]
+        for check in checks
+    ]
+    return Table("Relations that must hold in every row", ["relation", "rows", "violations", "worst"], rows)
+
+
+# Facts of the networks ------------------------------------------------------------------------------------------------
+
+
+def dead_parameters(measurements: Measurements, published: Published) -> Table:
+    """Percent of parameters to which no output is sensitive; standard deviations over seeds, as the paper has them."""
+    rows = []
+    for dataset in published.distinct("dead_parameters", "dataset"):
+        paper = published.quote("dead_parameters", dataset, "dead_percent")
+        spread = published.quote("dead_parameters", dataset, "dead_percent_standard_deviation")
+        assert paper is not None and spread is not None
+        ours = measurements.estimate(dataset, "map", "dead_percent")
+        cells = [NOTHING, f"{paper.mean:.0f} ± {spread.mean:.0f}", NOTHING, NOT_RUN]
+        if ours is not None:
+            deviation = (ours.standard_error or 0.0) * math.sqrt(ours.seeds)
+            mean = number(ours.mean, 1)
+            cells[0] = f"{mean} ± {number(deviation, 1)}" if ours.seeds > 1 else mean
+            cells[2:] = [signed(ours.mean - paper.mean, 1), str(ours.seeds)]
+        rows.append([dataset, *cells])
+    header = ["data set", "ours, %", "paper, %", "difference", "seeds"]
+    return Table("Dead parameters: mean ± standard deviation over seeds", header, rows)
+
+
+def prior_precisions(measurements: Measurements, published: Published) -> Table:
+    """λ at the maximum of the KFAC evidence."""
+    rows = []
+    for dataset in published.distinct("prior_precision", "dataset"):
+        paper = published.quote("prior_precision", dataset, "prior_precision")
+        code = published.quote("authors_code", dataset, "prior_precision")
+        ours = measurements.estimate(dataset, "kfac", "prior_precision")
+        difference = _difference(ours, paper)
+        cells = [with_error(ours), with_error(paper, 1), number(code.mean if code else None)]
+        rows.append([dataset, *cells, _difference_cell(difference, 1), seeds_of([ours])])
+    header = ["data set", "ours", "paper", "authors' code", "difference", "seeds"]
+    return Table("Prior precision λ that maximises the evidence of the KFAC posterior", header, rows)
+
+
+def ranks(measurements: Measurements, published: Published) -> Table:
+    """The largest s of the low-rank methods: the rank found, or the end of the grid where the rank is no limit."""
+    methods = ("lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn", OPTIMUM)
+    frame = measurements.rows
+    rows = []
+    for dataset in published.distinct("authors_code", "dataset"):
+        cells = []
+        for method in methods:
+            part = frame[(frame["dataset"] == dataset) & (frame["method"] == method)]
+            largest = part.groupby("seed")["s"].max()
+            ends = sorted({int(s) for s in (largest.min(), largest.max())}) if len(part) else []
+            limited = part["note"].str.contains("rank").any() if len(part) else False
+            cells.append(" to ".join(map(str, ends)) + (", rank" if limited else "") if ends else NOTHING)
+        paper = published.quote("authors_code", dataset, "largest_s")
+        rows.append([dataset, *cells, number(paper.mean if paper else None, 0)])
+    caption = "Largest dimension of the low-rank methods over seeds: the end of the grid, or the rank where it is lower"
+    return Table(caption, ["data set", *methods, "authors"], rows)
+
+
+# Cost -----------------------------------------------------------------------------------------------------------------
+
+
+def costs(measurements: Measurements) -> Table:
+    """Seconds and memory of P (or of the posterior, for methods without one), and seconds of the posterior in it."""
+    frame = measurements.rows[~measurements.rows["dataset"].str.contains("/")].dropna(subset=["seconds"])
+    rows = []
+    for (dataset, method), group in frame.groupby(["dataset", "method"], sort=False):
+        jobs = group.drop_duplicates("seed")
+        memory = Estimate.of(jobs["peak_memory_mb"].tolist())
+        fits = group.loc[group["metric"] == "posterior_seconds", "value"].tolist()
+        fit = with_error(Estimate.of(fits)) if fits else NOTHING
+        seconds = with_error(Estimate.of(jobs["seconds"].tolist()))
+        rows.append([dataset, method, str(group["s"].max()), seconds, fit, with_error(memory), str(len(jobs))])
+    header = [
+        "data set",
+        "method",
+        "largest s",
+        "seconds for P",
+        "seconds for the posterior",
+        "peak memory, MB",
+        "seeds",
+    ]
+    return Table("Cost, mean over seeds", header, rows, labels=2)
+
+
+def cost_ratios(measurements: Measurements, published: Published) -> Table:
+    """Time for P relative to lowrank-kfac: machines differ, ratios may be compared."""
+    frame = measurements.rows.dropna(subset=["seconds"])
+    seconds = frame.drop_duplicates(["dataset", "method", "seed"]).groupby(["dataset", "method"])["seconds"].mean()
+    datasets = [d for d in measurements.datasets if "/" not in d and (d, "lowrank-kfac") in seconds.index]
+    reference = published.quote("compute_time", "imagenet10", "projector_minutes", "lowrank-kfac")
+    assert reference is not None
+    rows = []
+    for projector in published.distinct("compute_time", "projector"):
+        cells = [
+            number(seconds[d, projector] / seconds[d, "lowrank-kfac"], 2)
+            if (d, projector) in seconds.index
+            else NOTHING
+            for d in datasets
+        ]
+        minutes = published.quote("compute_time", "imagenet10", "projector_minutes", projector)
+        bound = published.quote("compute_time", "imagenet10", "projector_minutes_below", projector)
+        paper = number(minutes.mean / reference.mean, 2) if minutes else NOTHING
+        if bound:
+            paper = f"below {number(bound.mean / reference.mean, 2)}"
+        rows.append([projector, *cells, paper])
+    return Table("Time for P as a multiple of lowrank-kfac's", ["projector", *datasets, "paper, imagenet10"], rows)
+
+
+def memory_load(measurements: Measurements, published: Published) -> Table:
+    """s(p + s) numbers of a low-rank method, from the p of our networks, beside the paper's."""
+    table = "memory_load"
+    rows = []
+    for dataset in published.distinct(table, "dataset"):
+        sizes = measurements.rows.query("dataset == @dataset and method in ('full', 'kfac')")["s"]
+        for s in published.dims(table, dataset):
+            paper = published.quote(table, dataset, "memory_numbers", "lowrank", s)
+            assert paper is not None
+            ours = float(s * (int(sizes.max()) + s)) if len(sizes) else None
+            difference = NOTHING if ours is None else f"{100 * (ours / paper.mean - 1):+.2f} %".replace("-", "−")
+            rows.append([dataset, str(s), NOT_RUN if ours is None else f"{ours:.3e}", f"{paper.mean:.3e}", difference])
+    return Table("Numbers to be stored, s(p + s)", ["data set", "s", "ours", "paper", "difference"], rows)
+
+
+def names(published: Published) -> Table:
+    rows = [[row.kind, row.paper, row.ours] for row in published.names.itertuples()]
+    return Table("Names of the paper and ours", ["kind", "paper", "ours"], rows, labels=3)

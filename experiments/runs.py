@@ -1,0 +1,537 @@
+"""The experiments: every posterior on every test set of a data set, seed by seed, written down job by job."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from experiments.datasets import Dataset, image_pixels, image_tensor, load
+from experiments.methods import (
+    FEASIBLE,
+    CertainSweep,
+    Cost,
+    Exact,
+    Problem,
+    SubspaceSweep,
+    Sweep,
+    WholeSweep,
+    capped,
+    drawn,
+    exact_posterior,
+    feasible_projection,
+    kfac_posterior,
+    measured,
+    optimal_projection,
+    outputs_of,
+    reduced_posterior,
+)
+from experiments.recipes import RECIPES, Recipe
+from experiments.results import Job, Results, Row
+from experiments.training import held_out, trained_network
+from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior, metrics
+from sublaplace.predictive import probit
+
+# Names beside those of the library's projectors.
+OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
+FULL, KFAC, MAP, TEMPERATURE, ENSEMBLE = "full", "kfac", "map", "temperature", "ensemble"
+EXACT = (FULL, "lowrank-ggn", OPTIMUM)
+
+CORRUPTED_DIM = 100  # s on corrupted test sets
+CORRUPTION_SEED = 0  # the corrupted images are one data set, the same for every network
+ENSEMBLE_SIZE = 5
+DEAD_PARAMETER_INPUTS = 1000
+HEAT_MAP_SHAPE = (64, 512)  # test inputs × groups of parameters
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Test data under the name that its results have."""
+
+    __test__ = False  # the name is not that of a test class
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+
+
+def test_sets(dataset: Dataset, corruptions: Sequence[str]) -> list[TestSet]:
+    """The test data themselves, then their corrupted versions, generated."""
+    sets = [TestSet(dataset.name, dataset.test_inputs, dataset.test_targets)]
+    if corruptions:
+        from experiments.corruptions import corrupt
+
+        pixels = image_pixels(dataset.test_inputs)
+        for name in tqdm(corruptions, "corrupting images", leave=False):
+            corrupted = image_tensor(corrupt(name, pixels, CORRUPTION_SEED))
+            sets.append(TestSet(f"{dataset.name}-c/{name}", corrupted, dataset.test_targets))
+    return sets
+
+
+def run(
+    recipe: Recipe,
+    dataset: Dataset,
+    seeds: Sequence[int],
+    results: Results,
+    cache: Path,
+    corruptions: Sequence[str] = (),
+) -> None:
+    """All jobs of a data set that are not in the results yet; networks are trained where they are missing."""
+    sets = test_sets(dataset, corruptions)
+    for seed in seeds:
+        network = trained_network(recipe, dataset, seed, cache / "weights")
+        problem = Problem(recipe, dataset, network, seed).to(recipe.dtype)
+        SeedRun(problem, sets, results, cache).run()
+    if len(seeds) >= ENSEMBLE_SIZE:
+        networks = [trained_network(recipe, dataset, seed, cache / "weights") for seed in seeds[:ENSEMBLE_SIZE]]
+        _run_ensemble(recipe, dataset, networks, sets, results)
+
+
+def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
+    """The corruptions of the test set that belong to a data set."""
+    if not recipe.corrupted:
+        return ()
+    from experiments.corruptions import MNIST_C
+
+    return MNIST_C
+
+
+def smoke(results: Results, cache: Path) -> int:
+    """One tiny configuration of each kind, regression and (corrupted) classification; the number of results."""
+    enb, mnist = RECIPES["enb"], RECIPES["mnist"]
+    tiny_enb = replace(enb, training=replace(enb.training, epochs=20), num_inputs=10, largest_dim=20, swag_snapshots=2)
+    run(tiny_enb, load("enb").cut(40, 20), range(ENSEMBLE_SIZE), results, cache)
+    tiny = replace(mnist, training=replace(mnist.training, epochs=1), num_inputs=4, largest_dim=30, swag_snapshots=2)
+    run(tiny, load("mnist").cut(36, 12), [0], results, cache, corruptions_of(mnist)[:1])
+    return len(results.rows())
+
+
+# One seed -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """The jobs of one trained network.
+
+    Those that need the exact GGN come first, since they leave what all others are compared with, the covariance of
+    the full Laplace approximation for the drawn test inputs. It is kept on disk, so that a run that was stopped need
+    not compute it again.
+    """
+
+    problem: Problem
+    test_sets: list[TestSet]
+    results: Results
+    cache: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.problem.recipe
+
+    def run(self) -> None:
+        done = self.results.done()
+        left = [job for job in self._jobs() if job not in done]
+        with tqdm(total=len(left), desc=f"{self.recipe.dataset} seed {self.problem.seed}") as progress:
+            todo = _Todo(left, progress)
+            self._exact_jobs(todo)
+            self._single_jobs(todo)
+            self._corrupted_jobs(todo)
+
+    def _jobs(self) -> list[Job]:
+        main, *corrupted = (test_set.name for test_set in self.test_sets)
+        plain = (KFAC, MAP) if self.problem.noise_std is not None else (KFAC, MAP, TEMPERATURE)
+        jobs = [self._job(main, name) for name in (*EXACT, *FEASIBLE, *plain)]
+        return jobs + [self._job(name, method) for name in corrupted for method in (FULL, *FEASIBLE, *plain)]
+
+    def _job(self, dataset: str, name: str) -> Job:
+        inputs = "test" if name == OPTIMUM else "train" if name.startswith("lowrank") else ""
+        return Job(dataset, self.problem.seed, name, inputs)
+
+    # With the exact GGN
+
+    def _exact_jobs(self, todo: "_Todo") -> None:
+        main, *corrupted = self.test_sets
+        wanted = [name for name in EXACT if todo.has(self._job(main.name, name))]
+        missing = [s for s in self.test_sets if todo.on(s.name) and self.reference(s) is None]
+        traces = [s for s in corrupted if todo.has(self._job(s.name, FULL))]
+        if not (wanted or missing or traces):
+            return
+        problem = self.problem.to(torch.float64)
+        todo.say("exact GGN")
+        exact, cost = measured(lambda: exact_posterior(problem))
+        whole = WholeSweep(exact, [problem.linearization.layout.num_parameters])
+        for test_set in missing:
+            (joint,) = whole.joint_covariances(problem.jacobians(self.draw(test_set)))
+            self._keep_reference(test_set, joint)
+        for name in wanted:
+            todo.say(name)
+            if name == FULL:
+                self._finish(todo, name, main, problem, whole, cost)
+            else:
+                inputs = self.draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
+                self._low_rank_job(todo, name, main, problem, exact, problem.jacobians(inputs), cost)
+        for test_set in traces:
+            scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
+            self._write(todo, {self._job(test_set.name, FULL): scores}, cost, _precision_note(problem))
+
+    def _low_rank_job(
+        self,
+        todo: "_Todo",
+        name: str,
+        test_set: TestSet,
+        problem: Problem,
+        exact: Exact,
+        jacobians: Jacobians,
+        cost_of_exact: Cost,
+    ) -> None:
+        """P from the exact GGN and the given inputs; its cost includes that of the exact GGN."""
+        dims = self.recipe.dims(name)
+        projection, cost = measured(lambda: optimal_projection(exact, jacobians, max(dims)))
+        posterior, fit = measured(lambda: reduced_posterior(problem, projection))
+        sweep = _sweep_of(name, posterior, dims)
+        self._finish(todo, name, test_set, problem, sweep, cost_of_exact.then(cost), fit)
+
+    def _reference_path(self, test_set: TestSet) -> Path:
+        return self.cache / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
+
+    def _reference_facts(self) -> dict[str, str]:
+        facts = (self.recipe.training_fingerprint(), self.recipe.prior_precision, self.recipe.num_inputs)
+        return {"facts": json.dumps(facts)}
+
+    def reference(self, test_set: TestSet) -> Tensor | None:
+        """Σ of the full Laplace approximation for the drawn inputs, (nC, nC), if it was computed before."""
+        path = self._reference_path(test_set)
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            return file.get_tensor("covariance") if file.metadata() == self._reference_facts() else None
+
+    def _keep_reference(self, test_set: TestSet, covariance: Tensor) -> None:
+        path = self._reference_path(test_set)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"covariance": covariance.contiguous()}, path.with_suffix(".partial"), self._reference_facts())
+        os.replace(path.with_suffix(".partial"), path)
+
+    # One posterior after the other
+
+    def _single_jobs(self, todo: "_Todo") -> None:
+        main = self.test_sets[0]
+        for name in FEASIBLE:
+            if todo.has(self._job(main.name, name)):
+                todo.say(name)
+                dims = self.recipe.dims(name)
+                posterior, cost, fit = self._fitted(name, max(dims))
+                sweep = _sweep_of(name, posterior, dims)
+                self._finish(todo, name, main, self.problem, sweep, cost, fit)
+        if todo.has(self._job(main.name, KFAC)):
+            todo.say(KFAC)
+            kfac, cost = measured(lambda: kfac_posterior(self.problem))
+            whole = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
+            extra = {"prior_precision": self._best_prior()}
+            self._finish(todo, KFAC, main, self.problem, whole, cost, extra=extra)
+        if todo.has(self._job(main.name, MAP)):
+            todo.say(MAP)
+            self._finish(todo, MAP, main, self.problem, CertainSweep([0]), extra=self._facts_of_the_network())
+        if todo.has(self._job(main.name, TEMPERATURE)):
+            todo.say(TEMPERATURE)
+            self._temperature(todo, main)
+
+    def _fitted(self, name: str, dim: int) -> tuple[SubspacePosterior, Cost, Cost]:
+        """The posterior of a feasible projector, and the costs of P and of the posterior in its span."""
+        projection, cost = measured(lambda: feasible_projection(name, self.problem, dim))
+        posterior, fit = measured(lambda: reduced_posterior(self.problem, projection))
+        return posterior, cost, fit
+
+    def _best_prior(self) -> float:
+        """λ that maximises the evidence of the KFAC approximation, as the paper chose its λ."""
+        la = SubspaceLaplace(
+            self.problem.network,
+            self.problem.dataset.likelihood,
+            projector="subset-magnitude",
+            dim=1,
+            prior_precision="marglik",
+            noise_std=self.problem.noise_std,
+        )
+        prior = la.fit(self.problem.context.stream.loader).prior_precision
+        assert prior is not None
+        return prior
+
+    def _facts_of_the_network(self) -> Scores:
+        """The share of dead parameters; σ and the error of regression, the accuracy of classification."""
+        inputs, targets = self.problem.dataset.test_inputs, self.problem.dataset.test_targets
+        outputs = outputs_of(self.problem.network, inputs)
+        count = min(DEAD_PARAMETER_INPUTS, len(self.problem.dataset.train_inputs))
+        chosen = drawn(len(self.problem.dataset.train_inputs), count, self.problem.seed, "dead parameters")
+        largest = sensitivities(self.problem, self.problem.dataset.train_inputs[chosen]).amax(0)
+        facts = {"dead_percent": 100 * (largest == 0).double().mean().item()}
+        if self.recipe.maps_sensitivity and self.problem.seed == 0:
+            path = self.results.path.parent / f"dead_parameters-{self.recipe.dataset}.npz"
+            _keep_heat_map(path, sensitivities(self.problem, inputs[: HEAT_MAP_SHAPE[0]]))
+        if self.problem.noise_std is None:
+            return facts | {"accuracy": (outputs.argmax(1) == targets).double().mean().item()}
+        error = (outputs - targets).double().square().mean().sqrt().item()
+        return facts | {"noise_std": self.problem.noise_std, "rmse": error}
+
+    def _temperature(self, todo: "_Todo", test_set: TestSet) -> None:
+        """The network's outputs divided by the temperature that suits data which a twin of it has not seen."""
+        temperature = self._temperature_of_the_twin
+        probabilities = (outputs_of(self.problem.network, test_set.inputs).double() / temperature).softmax(1)
+        scores = classification_scores(probabilities, test_set.targets) | {"temperature": temperature}
+        note = "temperature fitted on held-out training data, with a network of seed 0 trained on the rest"
+        self._write(todo, {self._job(test_set.name, TEMPERATURE): {0: scores}}, None, note)
+
+    @cached_property
+    def _temperature_of_the_twin(self) -> float:
+        rest, inputs, targets = held_out(self.problem.dataset)
+        twin = trained_network(replace(self.recipe, dataset=rest.name), rest, 0, self.cache / "weights")
+        return best_temperature(outputs_of(twin, inputs).double(), targets)
+
+    # Corrupted test sets: all posteriors on the same Jacobians
+
+    def _corrupted_jobs(self, todo: "_Todo") -> None:
+        corrupted = [s for s in self.test_sets[1:] if todo.on(s.name)]
+        if not corrupted:
+            return
+        sweeps: dict[str, Sweep] = {MAP: CertainSweep([0])}
+        costs: dict[str, Cost | None] = {MAP: None}
+        for name in FEASIBLE:
+            todo.say(f"{name} for corrupted inputs")
+            posterior, costs[name], _ = self._fitted(name, CORRUPTED_DIM)
+            sweeps[name] = _sweep_of(name, posterior, [CORRUPTED_DIM])
+        kfac, costs[KFAC] = measured(lambda: kfac_posterior(self.problem))
+        sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
+        for test_set in corrupted:
+            todo.say(test_set.name)
+            if todo.has(self._job(test_set.name, TEMPERATURE)):
+                self._temperature(todo, test_set)
+            wanted = {name: s for name, s in sweeps.items() if todo.has(self._job(test_set.name, name))}
+            predictive = predictive_scores(self.problem, test_set, wanted)
+            for name, sweep in wanted.items():
+                approximation = self._approximation(test_set, self.problem, sweep)
+                scores = {s: approximation[s] | predictive[name][s] for s in sweep.dims}
+                job = self._job(test_set.name, name)
+                self._write(todo, {job: scores}, costs[name], _precision_note(self.problem))
+
+    # Scores and rows
+
+    def draw(self, test_set: TestSet) -> Tensor:
+        """The test inputs on which posteriors are compared with the full one; the same ones of every corruption."""
+        return test_set.inputs[drawn(len(test_set.inputs), self.recipe.num_inputs, self.problem.seed, "test inputs")]
+
+    def _approximation(self, test_set: TestSet, problem: Problem, sweep: Sweep) -> dict[int, Scores]:
+        reference = self.reference(test_set)
+        assert reference is not None, "the exact jobs leave a reference"
+        return approximation_scores(problem, self.draw(test_set), sweep, reference)
+
+    def _finish(
+        self,
+        todo: "_Todo",
+        name: str,
+        test_set: TestSet,
+        problem: Problem,
+        sweep: Sweep,
+        cost: Cost | None = None,
+        fit: Cost | None = None,
+        extra: Scores | None = None,
+    ) -> None:
+        """Scores a posterior and writes its rows. `extra` are numbers that do not depend on s."""
+        scores = self._approximation(test_set, problem, sweep)
+        for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
+            scores[s] |= values
+        scores[sweep.dims[-1]] |= (extra or {}) | ({"posterior_seconds": fit.seconds} if fit else {})
+        note = _precision_note(problem)
+        if sweep.dims != self.recipe.dims(name) and name.startswith("lowrank"):
+            note += f"; s up to the rank {sweep.dims[-1]}"
+        if name == "subset-swag":
+            note += f"; SWAG with learning rate {self.recipe.swag_learning_rate}"
+        self._write(todo, {self._job(test_set.name, name): scores}, cost, note)
+
+    def _write(self, todo: "_Todo", jobs: dict[Job, dict[int, Scores]], cost: Cost | None, note: str) -> None:
+        rows = [row for job, scores in jobs.items() for row in rows_of(job, scores, cost, note)]
+        self.results.add(rows)
+        todo.finished(jobs)
+
+
+@dataclass
+class _Todo:
+    """The jobs that are left, and the bar that shows them."""
+
+    jobs: list[Job]
+    progress: "tqdm[Any]"
+
+    def has(self, job: Job) -> bool:
+        return job in self.jobs
+
+    def on(self, dataset: str) -> bool:
+        return any(job.dataset == dataset for job in self.jobs)
+
+    def say(self, what: str) -> None:
+        self.progress.set_postfix_str(what)
+
+    def finished(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self.jobs.remove(job)
+            self.progress.update()
+
+
+def _sweep_of(name: str, posterior: SubspacePosterior, dims: list[int]) -> SubspaceSweep:
+    """The last layer is one fixed subspace; all others grow, up to the rank that was found."""
+    return SubspaceSweep(posterior, [posterior.dim] if name == "last-layer" else capped(dims, posterior.dim))
+
+
+def rows_of(job: Job, scores: dict[int, Scores], cost: Cost | None, note: str) -> list[Row]:
+    return [
+        Row(
+            job.dataset,
+            job.seed,
+            job.projector,
+            s,
+            metric,
+            value,
+            job.inputs,
+            job.complement,
+            cost.seconds if cost else None,
+            cost.peak_memory_mb if cost else None,
+            note,
+        )
+        for s, values in scores.items()
+        for metric, value in values.items()
+    ]
+
+
+def _precision_note(problem: Problem) -> str:
+    return str(problem.dtype).removeprefix("torch.")
+
+
+# Ensemble -------------------------------------------------------------------------------------------------------------
+
+
+def _run_ensemble(
+    recipe: Recipe, dataset: Dataset, networks: list[nn.Module], sets: list[TestSet], results: Results
+) -> None:
+    """The average of the predictives of all seeds' networks, under seed 0."""
+    for test_set in sets:
+        job = Job(test_set.name, 0, ENSEMBLE)
+        if job in results.done():
+            continue
+        outputs = torch.stack([outputs_of(network, test_set.inputs).double() for network in networks])
+        if dataset.likelihood == "classification":
+            scores = classification_scores(outputs.softmax(2).mean(0), test_set.targets)
+        else:
+            deviations = [Problem(recipe, dataset, network, 0).noise_std for network in networks]
+            scores = mixture_scores(outputs, torch.tensor(deviations, dtype=torch.float64), test_set.targets)
+        results.add(rows_of(job, {0: scores}, None, f"{len(networks)} networks, one a seed"))
+
+
+def mixture_scores(means: Tensor, deviations: Tensor, targets: Tensor) -> Scores:
+    """NLL of the mixture of N(mean_k, deviation_k² I), means (k, n, C); coverage of the Gaussian of its moments."""
+    k, _, C = means.shape
+    variances = deviations.square()
+    squares = (means - targets.double()).square().sum(2) / variances[:, None]
+    log_densities = -0.5 * (squares + C * (2 * np.pi * variances[:, None]).log())
+    nll = (np.log(k) - log_densities.logsumexp(0)).mean().item()
+    centre = means.mean(0)
+    spread = (means - centre).permute(1, 2, 0)
+    covariance = spread @ spread.transpose(1, 2) / k + variances.mean() * torch.eye(C, dtype=torch.float64)
+    return {"nll": nll, "coverage": metrics.coverage(centre, covariance, targets)}
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
+
+
+def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
+    """For each s how near a posterior is to the full one, on drawn inputs.
+
+    Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
+    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
+    """
+    outputs = outputs_of(problem.network, inputs).double()
+    scores: dict[int, Scores] = {}
+    for s, covariance in zip(sweep.dims, sweep.joint_covariances(problem.jacobians(inputs)), strict=True):
+        if problem.noise_std is None:
+            p, q = (probit(outputs, c.diagonal().view_as(outputs)) for c in (reference, covariance))
+            scores[s] = {"kl_mean": metrics.kl_categorical(p, q), "kl_sum": metrics.kl_categorical(p, q, "sum")}
+        else:
+            noise = problem.noise_std**2 * torch.eye(len(covariance), dtype=torch.float64)
+            scores[s] = {"kl": metrics.kl_gaussian(reference + noise, covariance + noise)}
+        scores[s]["log_trace"] = metrics.log_trace(covariance)
+        scores[s]["relative_error"] = metrics.relative_error(covariance, reference)
+    return scores
+
+
+def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
+    """For each posterior and s how well the whole test set is predicted; one pass for all of them."""
+    outputs: list[Tensor] = []
+    covariances: dict[tuple[str, int], list[Tensor]] = {(name, s): [] for name, w in sweeps.items() for s in w.dims}
+    for jacobian in problem.jacobians(test_set.inputs):
+        outputs.append(jacobian.outputs.double())
+        for name, sweep in sweeps.items():
+            for s, covariance in zip(sweep.dims, sweep.covariances(jacobian), strict=True):
+                covariances[name, s].append(covariance)
+    mean = torch.cat(outputs)
+    scores: dict[str, dict[int, Scores]] = {name: {} for name in sweeps}
+    for (name, s), parts in covariances.items():
+        covariance = torch.cat(parts)
+        if problem.noise_std is None:
+            probabilities = probit(mean, covariance.diagonal(dim1=1, dim2=2))
+            scores[name][s] = classification_scores(probabilities, test_set.targets)
+        else:
+            total = covariance + problem.noise_std**2 * torch.eye(mean.shape[1], dtype=torch.float64)
+            scores[name][s] = {
+                "nll": metrics.nll(mean, test_set.targets, total),
+                "coverage": metrics.coverage(mean, total, test_set.targets),
+            }
+    return scores
+
+
+def best_temperature(outputs: Tensor, targets: Tensor) -> float:
+    """T that minimises the NLL of softmax(f / T)."""
+
+    def nll(log_temperature: float) -> float:
+        return float(nn.functional.cross_entropy(outputs / np.exp(log_temperature), targets))
+
+    return float(np.exp(minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-6}).x))
+
+
+def classification_scores(probabilities: Tensor, targets: Tensor) -> Scores:
+    return {
+        "nll": metrics.nll(probabilities, targets),
+        "ece": metrics.ece(probabilities, targets),
+        "brier": metrics.brier(probabilities, targets),
+    }
+
+
+# Sensitivity of parameters --------------------------------------------------------------------------------------------
+
+
+def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
+    """|∂f/∂θ| of every input and parameter, averaged over the outputs: (n, p). Zero only where all outputs' are."""
+    return torch.cat(
+        [
+            jacobian.dense_rows().view(jacobian.num_inputs, jacobian.num_rows, -1).abs().mean(1)
+            for jacobian in problem.jacobians(inputs)
+        ]
+    )
+
+
+def _keep_heat_map(path: Path, values: Tensor) -> None:
+    """Writes the mean sensitivity of every parameter, descending, and the sensitivities of inputs in that order,
+    averaged over groups of neighbouring parameters."""
+    mean, order = values.mean(0).sort(descending=True)
+    groups = values[:, order].tensor_split(HEAT_MAP_SHAPE[1], dim=1)
+    heat_map = torch.stack([group.mean(1) for group in groups], dim=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial.npz")
+    np.savez_compressed(partial, sensitivity=mean.float().numpy(), heat_map=heat_map.float().numpy())
+    os.replace(partial, path)

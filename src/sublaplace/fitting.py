@@ -1,0 +1,394 @@
+"""How a fit goes: a look at the data, λ, the projector, and one pass for the posterior."""
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sublaplace import serialization
+from sublaplace.arguments import AUTO
+from sublaplace.certificate import Certificate
+from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
+from sublaplace.complement import ComplementedPosterior
+from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature.kfac import trace_ratios
+from sublaplace.data import Reservoir, input_batches, inputs_at, join
+from sublaplace.jacobians import Jacobians, Linearization
+from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace.likelihoods import Likelihood
+from sublaplace.memory import peak_bytes, require
+from sublaplace.parameters import Vectors
+from sublaplace.posterior import Posterior, SubspacePosterior
+from sublaplace.precision import BlockPrecision
+from sublaplace.prior import evidence_of
+from sublaplace.projection import Projection
+from sublaplace.projectors.context import Projector, ProjectorContext
+from sublaplace.projectors.names import PROJECTORS
+from sublaplace.survey import NoiseEstimate, Survey, survey_of
+
+PERTURBED = "perturbed"
+"""subspace_inputs: training inputs with noise."""
+
+DEFAULT_MAX_DIM = 500
+_NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user decided; see `SubspaceLaplace`."""
+
+    likelihood: Likelihood
+    estimated_noise: NoiseEstimate | None
+    projector: str | Projector
+    dim: int | str
+    prior_precision: float | None  # None: tuned
+    subspace_inputs: Any
+    num_subspace_inputs: int | None
+    complement: str | None
+    seed: int
+    direction_tolerance: float | None
+    certified: bool
+    captured: float
+    max_dim: int | None
+    perturbation: float
+
+    @property
+    def projector_name(self) -> str:
+        return self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
+
+    @property
+    def largest_dim(self) -> int:
+        """s, or the most that "auto" may choose."""
+        return (self.max_dim or DEFAULT_MAX_DIM) if isinstance(self.dim, str) else self.dim
+
+    @property
+    def makes_certificate(self) -> bool:
+        return self.certified or self.dim == AUTO
+
+    def stream(
+        self, loader: Iterable[Any], linearization: Linearization, survey: Survey, progress: bool
+    ) -> CurvatureStream:
+        tolerance = self.direction_tolerance
+        if tolerance is None:
+            tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
+        return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with, beside the model and the data."""
+        return {
+            "likelihood": serialization.likelihood_numbers(self.likelihood),
+            "estimated noise": self.estimated_noise,
+            "projector": self.projector_name,
+            "dim": self.dim,
+            "prior_precision": self.prior_precision,
+            "num_subspace_inputs": self.num_subspace_inputs,
+            "complement": self.complement,
+            "seed": self.seed,
+            "direction_tolerance": self.direction_tolerance,
+            "certificate": self.makes_certificate,
+            "captured": self.captured,
+            "max_dim": self.max_dim,
+            "perturbation": self.perturbation,
+        }
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage of a fit took."""
+
+    seconds: float
+    peak_bytes: int | None  # of the process (or device) up to its end
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit gives."""
+
+    posterior: Posterior
+    survey: Survey
+    certificate: Certificate | None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
+
+
+def fit(
+    settings: Settings,
+    loader: Iterable[Any],
+    linearization: Linearization,
+    folder: str | os.PathLike[str] | None,
+    progress: bool,
+) -> Fitted:
+    """The posterior, with the model borrowed; `folder` is that of a checkpoint."""
+    stages: dict[str, Stage] = {}
+    with linearization.borrowed():
+        checkpoint = None if folder is None else _checkpoint(settings, folder, loader, linearization)
+        with _noted(stages, "survey", linearization.device):
+            survey, subspace_inputs, data = _look_at(settings, loader, linearization, checkpoint, progress)
+        stream = settings.stream(loader, linearization, survey, progress)
+        held_back = None
+        if settings.dim == AUTO and subspace_inputs is not None:
+            subspace_inputs, held_back = _split(subspace_inputs)
+        context = ProjectorContext(
+            stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
+            subspace_jacobians=Jacobians(linearization, subspace_inputs, progress),
+            num_data=survey.num_data,
+            num_outputs=survey.num_outputs,
+            dim=_fitting_dim(settings, linearization),
+            prior_precision=1.0,
+            seed=settings.seed,
+        )
+        prior = settings.prior_precision
+        if prior is None:
+            with _noted(stages, "prior precision", linearization.device):
+                prior = _tuned(context, survey)
+        context = replace(context, prior_precision=prior)
+        posterior, certificate = _posterior(settings, context, stages)
+        if held_back is not None:
+            assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
+            dim = _smallest_dim(settings, certificate, Jacobians(linearization, held_back))
+            posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
+        ratios = _kfac_trace_ratios(context, survey)
+    if checkpoint is not None:
+        checkpoint.remove()
+    return Fitted(posterior, survey, certificate, stages, ratios)
+
+
+def _kfac_trace_ratios(context: ProjectorContext, survey: Survey, count: int = 16) -> dict[str, float]:
+    """How far KFAC's traces are from the exact ones, on a few of the subspace inputs; none where it was not used."""
+    inputs = context.subspace_jacobians.inputs
+    if "kfac" not in context.known or inputs is None:
+        return {}
+    few = select(inputs, slice(0, count))
+    return trace_ratios(context.linearization.jacobian(few, survey.likelihood.cotangents))
+
+
+def _checkpoint(
+    settings: Settings, folder: str | os.PathLike[str], loader: Iterable[Any], linearization: Linearization
+) -> Checkpoint:
+    """The checkpoint of this fit, and the memory budget that it was begun with, which decides the order of sums."""
+    require_fixed_order(loader)
+    identity = {
+        "model": serialization.model_fingerprint(linearization.model),
+        **settings.identity(),
+        "memory_budget": linearization.memory_budget,
+    }
+    checkpoint = Checkpoint(folder, identity, linearization.device)
+    linearization.memory_budget = checkpoint.identity["memory_budget"]
+    return checkpoint
+
+
+# The data -------------------------------------------------------------------------------------------------------------
+
+
+def _look_at(
+    settings: Settings,
+    loader: Iterable[Any],
+    linearization: Linearization,
+    checkpoint: Checkpoint | None,
+    progress: bool,
+) -> tuple[Survey, Any, str | None]:
+    """The survey of the training data, X′, and with a checkpoint the data's fingerprint."""
+    given = settings.subspace_inputs
+    perturbs = isinstance(given, str)
+    if perturbs:
+        given = None
+    if given is not None:
+        given = linearization.to_device(joined_inputs(given, "subspace_inputs"))
+    data = None if checkpoint is None else fingerprint(loader)
+    if checkpoint is not None and (found := checkpoint.read("survey")):
+        numbers = found[1]
+        if [data, fingerprint_of(given)] != numbers["fingerprints"]:
+            raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
+        survey = serialization.survey_from(numbers["survey"])
+        drawn = numbers["positions"] and linearization.to_device(inputs_at(loader, numbers["positions"]))
+    else:
+
+        def reservoir_for(num_outputs: int) -> Reservoir | None:
+            if given is not None or settings.projector in _NEEDS_NO_INPUTS:
+                return None
+            size = settings.num_subspace_inputs or max(100, ceil(2 * settings.largest_dim / num_outputs))
+            return Reservoir(size, settings.seed)
+
+        survey, reservoir = survey_of(
+            loader, linearization, settings.likelihood, settings.estimated_noise, reservoir_for, progress
+        )
+        drawn = reservoir.inputs if reservoir else None
+        if checkpoint is not None:
+            numbers = {
+                "survey": serialization.survey_numbers(survey),
+                "positions": reservoir.positions if reservoir else None,
+                "fingerprints": [data, fingerprint_of(given)],
+            }
+            checkpoint.write("survey", {}, numbers)
+    if perturbs and drawn is not None:
+        drawn = perturbed(drawn, settings.perturbation, settings.seed)
+    return survey, drawn if given is None else given, data
+
+
+def joined_inputs(x: Any, what: str) -> Any:
+    """All inputs of a tensor, mapping or loader as one batch."""
+    parts = list(input_batches(x))
+    if not any(num_inputs(inputs) for inputs in parts):
+        raise ValueError(f"There are no inputs: {what} is empty.")
+    return join(parts)
+
+
+def perturbed(inputs: Any, scale: float, seed: int) -> Any:
+    """Inputs plus Gaussian noise of `scale` times the standard deviation of every feature over them."""
+    generator = torch.Generator().manual_seed(seed)
+    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
+        raise ValueError("subspace_inputs='perturbed' needs floating-point inputs; integers cannot be perturbed.")
+
+    def noisy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        return leaf + scale * leaf.std(0, correction=0) * noise
+
+    return tree_map(noisy, inputs)
+
+
+def _split(inputs: Any) -> tuple[Any, Any]:
+    """X′ without its last fifth, and that fifth, which is held back to measure what the rest captures."""
+    n = num_inputs(inputs)
+    if n < 2:
+        raise ValueError("dim='auto' holds back a fifth of the subspace inputs, so at least two are needed.")
+    kept = n - max(1, n // 5)
+    return select(inputs, slice(0, kept)), select(inputs, slice(kept, n))
+
+
+# The posterior --------------------------------------------------------------------------------------------------------
+
+
+def _fitting_dim(settings: Settings, linearization: Linearization) -> int:
+    p = linearization.layout.num_parameters
+    dim = settings.largest_dim
+    if settings.projector in ("full", "last-layer"):
+        return p
+    if dim > p:
+        if settings.dim != AUTO:
+            warnings.warn(f"dim={dim} is above the number of parameters; dim={p}, their rank, is used.", stacklevel=4)
+        dim = p
+    subset = isinstance(settings.projector, str) and settings.projector.startswith("subset")
+    matrices = (0 if subset else 2) + (settings.complement is not None) + settings.makes_certificate
+    require(
+        matrices * p * dim * linearization.dtype.itemsize,
+        linearization.device,
+        f"A projection of {p:,} × {dim:,} numbers",
+        "Choose a smaller dim, a subset projector (which stores indices only) without a complement, or fewer "
+        "parameters with requires_grad=True.",
+    )
+    return dim
+
+
+def _tuned(context: ProjectorContext, survey: Survey) -> float:
+    """λ from the evidence of the KFAC approximation, before P is built, as in the paper."""
+    linearization = context.linearization
+    squared_norm = float(linearization.layout.flat(linearization.model).double().square().sum())
+    return evidence_of(context.kfac(), survey, squared_norm).best_prior(survey.noise_std)
+
+
+def _posterior(
+    settings: Settings, context: ProjectorContext, stages: dict[str, Stage]
+) -> tuple[Posterior, Certificate | None]:
+    device = context.linearization.device
+    if settings.projector == "full":
+        with _noted(stages, "full posterior", device):
+            return context.exact(), None
+    outside: BlockPrecision | None = None
+    if settings.complement is not None:
+        with _noted(stages, "complement", device):
+            outside = context.kfac() if settings.complement == "kfac" else context.diagonal()
+        if settings.dim == 0:
+            return outside, None
+    with _noted(stages, "projector", device):
+        projection = _projection(settings, context)
+    with _noted(stages, "reduced posterior", device):
+        stream = context.stream
+        if settings.makes_certificate:
+            stream = replace(stream, tolerance=0.0)
+        product: Vectors | None = None
+        if settings.makes_certificate or outside is not None:
+            curvatures, product = reduced_ggn_and_product(stream, projection, resumable=True)
+        else:
+            curvatures = reduced_ggn(stream, projection, resumable=True)
+        inside = SubspacePosterior(
+            projection,
+            curvatures,
+            projection.gram(),
+            stream.likelihood.curvature_scales,
+            context.prior_precision,
+        )
+        certificate = None
+        if settings.makes_certificate:
+            assert product is not None
+            certificate = Certificate(inside, product, stream.scale)
+        if outside is None:
+            return inside, certificate
+        assert product is not None
+        scaled = {name: part * stream.scale for name, part in product.items()}
+        return ComplementedPosterior.of(inside, outside, scaled), certificate
+
+
+def _projection(settings: Settings, context: ProjectorContext) -> Projection:
+    """P, built or taken from the checkpoint."""
+    build = PROJECTORS[settings.projector] if isinstance(settings.projector, str) else settings.projector
+    checkpoint = context.stream.checkpoint
+    if checkpoint is None:
+        return build(context)
+    if found := checkpoint.read("projection"):
+        linearization = context.linearization
+        return serialization.projection_from(found[0], linearization.layout, linearization.dtype)
+    projection = build(context)
+    checkpoint.write("projection", serialization.projection_tensors(projection), {})
+    return projection
+
+
+def certificate_of(
+    settings: Settings,
+    posterior: SubspacePosterior,
+    survey: Survey,
+    loader: Iterable[Any],
+    linearization: Linearization,
+    progress: bool,
+) -> Certificate:
+    """The certificate of a posterior that was fitted without one: one pass over the data, nothing dropped."""
+    stream = replace(settings.stream(loader, linearization, survey, progress), tolerance=0.0)
+    with linearization.borrowed():
+        curvatures, product = reduced_ggn_and_product(stream, posterior.projection)
+    return Certificate(replace(posterior, curvatures=curvatures), product, stream.scale)
+
+
+def captured(certificate: Certificate, jacobians: Iterable[Any]) -> Tensor:
+    """Tr Σ_P over the upper bound of Tr Σ, for every leading dimension: (s,) in float64."""
+    below, above = zip(*(certificate.traces(jacobian) for jacobian in jacobians), strict=True)
+    return torch.stack(below).sum(0) / torch.stack(above).sum()
+
+
+def _smallest_dim(settings: Settings, certificate: Certificate, jacobians: Jacobians) -> int:
+    """The smallest leading s whose guaranteed share of the trace on held-back inputs reaches the target."""
+    shares = captured(certificate, jacobians)
+    reached = torch.nonzero(shares >= settings.captured)
+    if len(reached):
+        return int(reached[0]) + 1
+    warnings.warn(
+        f"dim='auto' was to capture {settings.captured:.0%} of the trace; {len(shares)} dimensions guarantee "
+        f"{float(shares[-1]):.0%}, and are used. A larger max_dim or other subspace_inputs may capture more.",
+        stacklevel=4,
+    )
+    return len(shares)
+
+
+@contextmanager
+def _noted(stages: dict[str, Stage], name: str, device: torch.device) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    stages[name] = Stage(time.perf_counter() - start, peak_bytes(device))

@@ -1,0 +1,296 @@
+"""Bounds between which the full Laplace approximation lies, against brute force on every network."""
+
+import pytest
+import torch
+from dense_reference import dense_outputs, full_covariance
+from networks import NETWORKS, make
+from test_complement import KINDS, PRIOR, Problem, close
+from test_laplace import labels, loader
+
+from sublaplace import Bernoulli, SubspaceLaplace, low_rank
+from sublaplace.predictive import probit, probit_interval, sigmoid_interval
+
+
+def blocks(joint, count):
+    """The (C, C) blocks of a joint covariance."""
+    C = len(joint) // count
+    return torch.stack([joint[i * C : (i + 1) * C, i * C : (i + 1) * C] for i in range(count)])
+
+
+def least_eigenvalue(matrices):
+    return float(torch.linalg.eigvalsh(matrices).min())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_full_covariance_lies_between_the_bounds(name, kind):
+    problem = Problem(name, kind)
+    la = problem.fit(dim=8)
+    full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
+    trace = float(full.diagonal(dim1=1, dim2=2).sum(1).max())
+    lower, upper = la.bounds(problem.new)
+    assert least_eigenvalue(full - lower) >= -1e-9 * trace
+    assert least_eigenvalue(upper - full) >= -1e-9 * trace
+    assert close(lower, la.functional_covariance(problem.new))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "transformer"])
+def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(name, kind):
+    problem = Problem(name, kind)
+    la = problem.fit(dim=8)
+    last = None
+    for dim in range(1, la.dim + 1):
+        lower, upper = la.truncate(dim).bounds(problem.new)
+        Q = la.projection[:, :dim]
+        Y = problem.ggn @ Q
+        nystroem = Y @ torch.linalg.pinv(Q.T @ Y) @ Y.T + PRIOR * torch.eye(len(Q)).double()
+        expected = blocks(full_covariance(problem.jacobian, nystroem), 4)
+        assert close(upper, expected, 1e-7)
+        if last is not None:
+            scale = float(last.upper.diagonal(dim1=1, dim2=2).sum())
+            assert least_eigenvalue(lower - last.lower) >= -1e-9 * scale
+            assert least_eigenvalue(last.upper - upper) >= -1e-9 * scale
+        last = la.truncate(dim).bounds(problem.new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "lstm"])
+def test_the_captured_share_is_guaranteed_and_grows(name, kind):
+    problem = Problem(name, kind)
+    la = problem.fit(dim=8, certified=True)
+    shares = la.captured(problem.new)
+    full = float(full_covariance(problem.jacobian, problem.precision).trace())
+    true_shares = la.trace(problem.new) / full
+    assert shares.shape == (la.dim,)
+    assert (shares > 0).all() and (shares <= true_shares * (1 + 1e-9)).all()
+    assert (shares[1:] >= shares[:-1]).all()
+    upper = la.bounds(problem.new).upper.diagonal(dim1=1, dim2=2).sum()
+    assert torch.allclose(shares, la.trace(problem.new) / upper, rtol=1e-9)
+
+
+def test_where_the_subspace_holds_all_of_the_curvature_both_bounds_are_the_full_covariance():
+    """With span Q ⊇ span GGN and the directions of J, nothing is left open."""
+    problem = Problem("mlp", "classification")
+    p = len(problem.ggn)
+    la = problem.fit(projector="subset-magnitude", dim=p)
+    full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
+    lower, upper = la.bounds(problem.new)
+    assert close(lower, full)
+    assert close(upper, full, 1e-6)
+    assert float(la.captured(problem.new)[-1]) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_certificate_made_later_equals_one_made_with_the_fit(kind):
+    problem = Problem("paper-cnn", kind)
+    late, early = problem.fit(), problem.fit(certified=True)
+    for found, expected in zip(late.bounds(problem.new), early.bounds(problem.new), strict=True):
+        assert close(found, expected, 1e-12)
+    assert torch.allclose(late.captured(problem.new), early.captured(problem.new), rtol=1e-12)
+
+
+def test_nothing_is_dropped_for_a_certificate():
+    """With a tolerance of a half the posterior sees too little curvature; its bounds must not."""
+    problem = Problem("paper-cnn", "classification")
+    full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
+    trace = float(full.diagonal(dim1=1, dim2=2).sum(1).max())
+    for options in ({"certified": True}, {}):
+        la = problem.fit(direction_tolerance=0.5, dim=8, **options)
+        assert least_eigenvalue(full - la.bounds(problem.new).lower) >= -1e-9 * trace
+        assert least_eigenvalue(la.bounds(problem.new).upper - full) >= -1e-9 * trace
+    dropped = problem.fit(direction_tolerance=0.5, dim=8).functional_covariance(problem.new)
+    assert least_eigenvalue(full - dropped) < -1e-6 * trace, "the test needs a tolerance that does harm"
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "transformer"])
+def test_float32_bounds_hold_to_four_digits(name):
+    exact, rough = Problem(name, "classification"), Problem(name, "classification", torch.float32)
+    full = blocks(full_covariance(exact.jacobian, exact.precision), 4)
+    trace = float(full.diagonal(dim1=1, dim2=2).sum(1).max())
+    lower, upper = rough.fit(dim=8).bounds(rough.new)
+    assert lower.dtype == upper.dtype == torch.float32
+    assert least_eigenvalue(full - lower.double()) >= -1e-4 * trace
+    assert least_eigenvalue(upper.double() - full) >= -1e-4 * trace
+
+
+def test_bounds_follow_another_prior_and_tuned_noise():
+    problem = Problem("mlp", "regression")
+    la = problem.fit(certified=True)
+    other = la.with_prior(3.0)
+    precision = problem.ggn + 3.0 * torch.eye(len(problem.ggn)).double()
+    full = blocks(full_covariance(problem.jacobian, precision), 4)
+    lower, upper = other.bounds(problem.new)
+    trace = float(full.diagonal(dim1=1, dim2=2).sum(1).max())
+    assert least_eigenvalue(full - lower) >= -1e-9 * trace
+    assert least_eigenvalue(upper - full) >= -1e-9 * trace
+    la.optimize_prior_precision(tune_noise=True)
+    late = SubspaceLaplace(
+        problem.model,
+        "regression",
+        projector=lambda _: la._subspace().projection,
+        dim=5,
+        noise_std=la.noise_std,
+        prior_precision=la.prior_precision,
+    ).fit(problem.batches)
+    for found, expected in zip(la.bounds(problem.new), late.bounds(problem.new), strict=True):
+        assert close(found, expected)
+
+
+def test_bounds_after_an_update_are_those_of_all_data():
+    problem = Problem("mlp", "classification")
+    half = len(problem.batches) // 2
+    for certified in (True, False):
+        first = SubspaceLaplace(problem.model, "classification", dim=5, prior_precision=PRIOR, certified=certified).fit(
+            problem.batches[:half]
+        )
+        updated = first.update(problem.batches[half:])
+        P = first._subspace().projection
+        whole = problem.fit(projector=lambda _, P=P: P)
+        for found, expected in zip(updated.bounds(problem.new), whole.bounds(problem.new), strict=True):
+            assert close(found, expected)
+
+
+def test_a_certificate_is_saved_where_there_is_one(tmp_path):
+    problem = Problem("mlp", "classification")
+    la = problem.fit(certified=True)
+    la.save(tmp_path / "with")
+    loaded = SubspaceLaplace.load(tmp_path / "with", problem.model)
+    for found, expected in zip(loaded.bounds(problem.new), la.bounds(problem.new), strict=True):
+        assert torch.equal(found, expected)
+    problem.fit().save(tmp_path / "without")
+    with pytest.raises(RuntimeError, match="certified=True before saving"):
+        SubspaceLaplace.load(tmp_path / "without", problem.model).bounds(problem.new)
+
+
+def test_bounds_are_a_pair_with_names():
+    problem = Problem("mlp", "regression")
+    bounds = problem.fit().bounds(problem.new)
+    lower, upper = bounds
+    assert lower is bounds.lower and upper is bounds.upper
+    assert bounds.probabilities is None
+
+
+# Probabilities --------------------------------------------------------------------------------------------------------
+
+
+def test_the_probability_of_the_full_approximation_lies_in_its_interval():
+    problem = Problem("paper-cnn", "classification")
+    bounds = problem.fit(dim=8).bounds(problem.new)
+    full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
+    probabilities = probit(dense_outputs(problem.model, problem.new), full.diagonal(dim1=1, dim2=2))
+    lower, upper = bounds.probabilities
+    assert (lower <= probabilities + 1e-12).all() and (probabilities <= upper + 1e-12).all()
+    assert (upper > lower).all()
+
+
+@pytest.mark.parametrize("interval", [probit_interval, sigmoid_interval])
+def test_the_ends_of_an_interval_are_the_extremes_of_the_corners(interval):
+    generator = torch.Generator().manual_seed(0)
+    outputs = 3 * torch.randn(6, 3, generator=generator).double()
+    lower = torch.rand(6, 3, generator=generator).double()
+    upper = lower + 5 * torch.rand(6, 3, generator=generator).double()
+    tried = []
+    for corner in range(2**3):
+        chosen = torch.tensor([(corner >> k) & 1 for k in range(3)], dtype=torch.bool)
+        variance = torch.where(chosen, upper, lower)
+        scaled = outputs / (1 + torch.pi / 8 * variance).sqrt()
+        tried.append(scaled.softmax(1) if interval is probit_interval else scaled.sigmoid())
+    found = interval(outputs, lower, upper)
+    assert torch.allclose(found.lower, torch.stack(tried).amin(0))
+    assert torch.allclose(found.upper, torch.stack(tried).amax(0))
+
+
+def test_yes_no_outputs_have_intervals_as_well():
+    model, inputs = make("mlp", 10)
+    answers = (dense_outputs(model, inputs) > 0).double()
+    la = SubspaceLaplace(model, Bernoulli(), dim=4).fit(loader(inputs, answers, 5))
+    lower, upper = la.bounds(inputs).probabilities
+    found = la(inputs)
+    assert (lower <= found + 1e-12).all() and (found <= upper + 1e-12).all()
+
+
+# The dimension that chooses itself ------------------------------------------------------------------------------------
+
+
+def problem_for_auto():
+    model, inputs = make("mlp", 60)
+    return model, inputs, loader(inputs, labels(model, inputs), 20)
+
+
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.8])
+def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_back_inputs(target):
+    model, inputs, batches = problem_for_auto()
+    la = SubspaceLaplace(
+        model, "classification", dim="auto", captured=target, max_dim=30, subspace_inputs=inputs, prior_precision=PRIOR
+    ).fit(batches)
+    held_back, kept = inputs[48:], inputs[:48]
+    whole = SubspaceLaplace(
+        model, "classification", dim=30, subspace_inputs=kept, prior_precision=PRIOR, certified=True
+    ).fit(batches)
+    shares = whole.captured(held_back)
+    expected = int((shares < target).sum()) + 1
+    assert 1 <= expected < whole.dim, "the test needs a share that is reached, but not at once"
+    assert la.dim == expected
+    assert torch.allclose(la.functional_covariance(inputs), whole.truncate(expected).functional_covariance(inputs))
+
+
+def test_auto_warns_where_the_share_is_not_reached():
+    model, _, batches = problem_for_auto()
+    la = SubspaceLaplace(model, "classification", dim="auto", captured=0.99, max_dim=3, prior_precision=0.01)
+    with pytest.warns(UserWarning, match=r"99%.*3 dimensions guarantee \d+%.*max_dim"):
+        la.fit(batches)
+    assert la.dim == 3
+
+
+def test_auto_works_with_a_complement():
+    model, inputs, batches = problem_for_auto()
+    la = SubspaceLaplace(model, "classification", dim="auto", captured=0.3, max_dim=20, complement="kfac").fit(batches)
+    assert 0 < la.dim <= 20
+    assert la.functional_variance(inputs).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": "automatic"}, "integer or 'auto'"),
+        ({"dim": "auto", "captured": 1.0}, "between 0 and 1"),
+        ({"dim": "auto", "captured": 0}, "captured must be positive"),
+        ({"dim": "auto", "max_dim": 0}, "max_dim"),
+        ({"dim": "auto", "projector": "subset-magnitude"}, "low-rank"),
+        ({"dim": "auto", "projector": "full"}, "full"),
+        ({"subspace_inputs": "noisy"}, "Unknown subspace_inputs 'noisy'"),
+        ({"perturbation": -1.0}, "perturbation"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    model, _ = make("mlp", 3)
+    with pytest.raises((ValueError, TypeError), match=message):
+        SubspaceLaplace(model, "classification", **options)
+
+
+# Perturbed inputs -----------------------------------------------------------------------------------------------------
+
+
+def test_perturbed_inputs_are_training_inputs_with_noise_of_the_given_size():
+    model, _, batches = problem_for_auto()
+    seen = []
+
+    def watching(context):
+        seen.append(context.subspace_jacobians.inputs)
+        return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
+
+    for options in ({}, {"subspace_inputs": "perturbed", "perturbation": 0.2}):
+        SubspaceLaplace(model, "classification", projector=watching, dim=4, **options).fit(batches)
+    plain, noisy = seen
+    ratio = (noisy - plain) / plain.std(0, correction=0)
+    assert plain.shape == noisy.shape
+    assert float(ratio.std()) == pytest.approx(0.2, rel=0.2)
+    assert abs(float(ratio.mean())) < 0.05
+
+
+def test_integers_cannot_be_perturbed():
+    model, inputs = make("embedding", 8)
+    la = SubspaceLaplace(model, "classification", dim=3, subspace_inputs="perturbed")
+    with pytest.raises(ValueError, match="integers cannot be perturbed"):
+        la.fit(loader(inputs, labels(model, inputs), 4))

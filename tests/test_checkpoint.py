@@ -73,8 +73,7 @@ def in_a_process(*arguments):
     """Runs `fit` in a process of its own; its exit code."""
     process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
     process.start()
-    process.join(60)
-    assert process.exitcode is not None, "it hangs"
+    process.join()
     return process.exitcode
 
 

@@ -422,8 +422,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for jobs in (1, 4, 7):
         process = fork.Process(target=run)
         process.start()
-        deadline = time.monotonic() + 60
-        while len(Results(path).done()) < jobs and process.is_alive() and time.monotonic() < deadline:
+        while len(Results(path).done()) < jobs and process.is_alive():
             time.sleep(0.01)
         process.kill()
         process.join()

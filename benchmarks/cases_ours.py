@@ -10,7 +10,7 @@ from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sublaplace import Categorical, Jacobians, Linearization, SubspaceLaplace, low_rank
+from sublaplace import Categorical, Jacobian, Jacobians, Linearization, SubspaceLaplace, isotropic_precision, low_rank
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, kronecker_ggn, reduced_ggn
 from sublaplace.predictive import probit
 
@@ -36,9 +36,11 @@ def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Call
     stream = curvature_stream(network, inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS])
     posterior = kronecker_ggn(stream, PRIOR_PRECISION)
 
+    def probabilities(jacobian: Jacobian) -> Tensor:
+        return probit(jacobian.outputs, posterior.covariance(jacobian).diagonal(dim1=1, dim2=2))
+
     def run() -> Tensor:
-        chunks = stream.linearization.chunks(inputs)
-        return torch.cat([probit(j.outputs, posterior.covariance(j).diagonal(dim1=1, dim2=2)) for j in chunks])
+        return torch.cat(list(map(probabilities, stream.linearization.chunks(inputs))))
 
     return run
 
@@ -81,6 +83,18 @@ def projector_and_posterior_with_kfac(network: nn.Module, inputs: Tensor, target
     return run
 
 
+def isotropic_projector_and_posterior(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """The same with Ψ = λ⁻¹ I in place of KFAC."""
+    stream = curvature_stream(network, inputs, targets)
+
+    def run() -> Tensor:
+        precision = isotropic_precision(stream.linearization.layout, inputs, PRIOR_PRECISION)
+        jacobians = Jacobians(stream.linearization, inputs[:NUM_SUBSPACE_INPUTS])
+        return reduced_ggn(stream, low_rank(jacobians, precision, SUBSPACE_DIMENSION))
+
+    return run
+
+
 CASES: dict[str, Setup] = {
     "sublaplace/kfac-fit": kfac_fit,
     "sublaplace/diagonal-fit": diagonal_fit,
@@ -88,4 +102,5 @@ CASES: dict[str, Setup] = {
     "sublaplace/subspace-prediction": subspace_prediction,
     "sublaplace/projector-and-posterior": projector_and_posterior,
     "sublaplace/projector-and-posterior-with-kfac": projector_and_posterior_with_kfac,
+    "sublaplace/isotropic-projector-and-posterior": isotropic_projector_and_posterior,
 }

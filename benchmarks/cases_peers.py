@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from curvlinops import FisherType, KFACLinearOperator, KFACType
 from laplace import Laplace
-from laplace.baselaplace import ParametricLaplace
+from laplace.baselaplace import ELLA, ParametricLaplace
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsGGN
 from laplace.utils.matrix import KronDecomposed
 from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSPACE_DIMENSION, Setup
@@ -40,6 +40,7 @@ BATCH_SIZES: dict[str, int] = {
     "laplace-torch/backpack/kfac-fit": 50,
     "laplace-torch/backpack/diagonal-fit": 50,
     "laplace-torch/backpack/kfac-prediction": 50,
+    "laplace-torch/backpack/isotropic-projector-and-posterior": 50,
     "curvlinops/kfac-factors": 50,
     "authors/projector-and-posterior": 1,
     "authors/projector-and-posterior-with-kfac": 1,
@@ -51,6 +52,7 @@ def cases(batch_sizes: Mapping[str, int]) -> dict[str, Setup]:
     """Every case of the peers, at the given batch sizes."""
     factories: dict[str, Callable[[int], Setup]] = {
         "curvlinops/kfac-factors": curvlinops_factors,
+        "laplace-torch/backpack/isotropic-projector-and-posterior": laplace_ella,
         "authors/projector-and-posterior": authors_subspace,
         "authors/projector-and-posterior-with-kfac": authors_subspace_with_kfac,
         "authors/subspace-prediction": authors_prediction,
@@ -88,6 +90,27 @@ def laplace_prediction(backend: type[CurvatureInterface]) -> Callable[[int], Set
         return setup
 
     return factory
+
+
+def laplace_ella(batch_size: int) -> Setup:
+    """laplace-torch's ELLA: NUM_SUBSPACE_INPUTS Jacobian rows, one an input, span the subspace; then PᵀΛP.
+
+    With backpack, whose Jacobians cost least; other backends take SUBSPACE_DIMENSION forward-mode passes a batch.
+    """
+
+    def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+        loader = DataLoader(TensorDataset(inputs, targets), batch_size)
+        posterior = ELLA(
+            network,
+            "classification",
+            subsample_size=NUM_SUBSPACE_INPUTS,
+            n_eigenvalues=SUBSPACE_DIMENSION,
+            prior_precision=PRIOR_PRECISION,
+            backend=BackPackGGN,
+        )
+        return lambda: posterior.fit(loader)
+
+    return setup
 
 
 def curvlinops_factors(batch_size: int) -> Setup:

@@ -27,7 +27,7 @@ from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, Setup
 from torch import Tensor, nn
 
 MAXIMUM_SECONDS = 120.0
-REPETITION_SECONDS = 10.0  # repeat until this much time is used up, or the repetitions asked for are done
+REPETITION_SECONDS = 6.0  # repeat until this much time is used up, or the repetitions asked for are done
 MEMORY_LIMIT = 16 * 2**30  # bytes of address space: running out of memory is then an error, not a crash
 
 

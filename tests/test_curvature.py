@@ -167,6 +167,12 @@ def test_exact_ggn_is_dense_where_rows_are_many_and_dual_where_they_are_few(name
     assert close(dual.rows.T @ dual.rows, expected)
 
 
+def test_exact_ggn_is_whole_where_it_has_several_panels(monkeypatch):
+    monkeypatch.setattr("sublaplace.curvature.ggn._PANEL", 7)
+    model, inputs = make("mlp", 5)
+    assert close(exact_ggn(stream(model, inputs), 10**6, PRIOR).ggn, ggn_of(model, inputs))
+
+
 def test_exact_ggn_of_a_saturated_classifier_is_zero_in_dual_form():
     model, inputs = make("mlp", 6, torch.float32)
     with torch.no_grad():

@@ -10,13 +10,28 @@ from sublaplace.jacobians import Jacobian
 from sublaplace.precision import DensePrecision, DualPrecision
 
 
+_PANEL = 1024  # columns of the GGN that are added to at once
+
+
 @dataclass(frozen=True)
 class _DenseSum:
+    """Σ VᵀV: its lower triangle, panel by panel, at half the cost of all; `whole` mirrors it."""
+
     ggn: Tensor  # (p, p)
 
     def add(self, jacobian: Jacobian) -> None:
         rows = jacobian.dense_rows().double()
-        self.ggn.addmm_(rows.T, rows)
+        for start, stop in self._panels():
+            self.ggn[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
+
+    def whole(self) -> Tensor:
+        for start, stop in self._panels():
+            self.ggn[:start, start:stop] = self.ggn[start:stop, :start].T
+        return self.ggn
+
+    def _panels(self) -> list[tuple[int, int]]:
+        p = len(self.ggn)
+        return [(start, min(start + _PANEL, p)) for start in range(0, p, _PANEL)]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"ggn": self.ggn}
@@ -59,7 +74,7 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
         return DualPrecision(layout, rows.joined(), prior_precision).scaled(stream.scale)
     dense = _DenseSum(torch.zeros(p, p, dtype=torch.float64, device=device))
     stream.accumulate("exact GGN", dense)
-    return DensePrecision(layout, dense.ggn.mul_(stream.scale), prior_precision, stream.scale)
+    return DensePrecision(layout, dense.whole().mul_(stream.scale), prior_precision, stream.scale)
 
 
 def exact_bytes(num_parameters: int, num_rows: int) -> int:

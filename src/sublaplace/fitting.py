@@ -18,12 +18,13 @@ from sublaplace.arguments import AUTO
 from sublaplace.certificate import Certificate
 from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.complement import ComplementedPosterior
-from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data import Reservoir, input_batches, inputs_at, join
 from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood
+from sublaplace.matrix_free import FullCovariance, MatrixFreePrecision
 from sublaplace.memory import peak_bytes, require
 from sublaplace.parameters import Vectors
 from sublaplace.posterior import Posterior, SubspacePosterior
@@ -365,6 +366,25 @@ def certificate_of(
     with linearization.borrowed():
         curvatures, product = reduced_ggn_and_product(stream, posterior.projection)
     return Certificate(replace(posterior, curvatures=curvatures), product, stream.scale)
+
+
+def full_covariance_of(
+    settings: Settings,
+    posterior: Posterior,
+    survey: Survey,
+    loader: Iterable[Any],
+    jacobians: Jacobians,
+    tolerance: float,
+    progress: bool,
+) -> FullCovariance:
+    """The full Laplace approximation's covariance of a few inputs, with KFAC as the preconditioner."""
+    stream = replace(settings.stream(loader, jacobians.linearization, survey, progress), tolerance=0.0)
+    with jacobians.linearization.borrowed():
+        if isinstance(posterior, ComplementedPosterior):
+            preconditioner = posterior.outside
+        else:
+            preconditioner = kronecker_ggn(stream, posterior.prior_precision)
+        return MatrixFreePrecision(stream, preconditioner, tolerance).full_covariance(jacobians)
 
 
 def captured(certificate: Certificate, jacobians: Iterable[Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small dense linear algebra, always in float64, and the orthonormal basis of a large p × s matrix."""
+"""Small dense linear algebra, always in float64, and what is done with a few vectors of parameter space."""
 
 import torch
 from torch import Tensor
@@ -65,37 +65,49 @@ def _columns_of_piece(rows: int) -> int:
     return max(1, 2**21 // rows)
 
 
-def orthonormalised(vectors: Vectors) -> Vectors:
-    """An orthonormal basis (rows) whose every leading part spans what the leading vectors span.
+def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
+    """V Wᵀ of vectors (r, p) and (q, p) held by parameter: (r, q) in float64. Cost: p·r·q."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name, part in vectors.items():
+        width = _columns_of_piece(len(part))
+        for piece, other in zip(part.split(width, dim=1), others[name].split(width, dim=1), strict=True):
+            total = piece.double() @ other.double().T + total.to(piece.device)
+    return total
+
+
+def orthonormalise(vectors: Vectors) -> Vectors:
+    """Makes the vectors (rows) orthonormal, in their own memory; every leading part spans what it spanned before.
 
     Cholesky QR, three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that it
-    cannot break down. Works on vectors held by parameter, in place of a copying QR of a p × s matrix. Vectors are
-    scaled to length one first. Cost: 3·p·s² and no second p × s matrix.
+    cannot break down. Vectors are scaled to length one first. Cost: 3·p·s², and no second p × s matrix.
     """
-    basis = dict(vectors)
-    lengths = gram_diagonal(basis).sqrt()
+    lengths = gram_diagonal(vectors).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 1.0)
-    basis = {name: _applied(torch.diag(scale), part) for name, part in basis.items()}
+    combine(torch.diag(scale), vectors)
     for shift in (len(scale) * torch.finfo(torch.float64).eps, 0.0, 0.0):
-        products = gram(basis)
+        products = gram(vectors)
         products.diagonal().add_(shift)
         factor = cholesky(products, "The Gram matrix of the projection")
-        inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
-        for name, part in basis.items():
-            basis[name] = _applied(inverse, part)
-    return basis
+        combine(torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False), vectors)
+    return vectors
 
 
 def gram_diagonal(vectors: Vectors) -> Tensor:
     """The squared lengths of vectors held by parameter: (r,) in float64."""
-    return torch.stack([part.double().square().sum(1) for part in vectors.values()]).sum(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            total = piece.double().square().sum(1) + total.to(piece.device)
+    return total
 
 
-def _applied(matrix: Tensor, part: Tensor) -> Tensor:
-    """matrix @ part in float64, stored in the part's dtype, a piece at a time."""
-    result = torch.empty_like(part)
-    width = _columns_of_piece(len(part))
-    for start in range(0, part.shape[1], width):
-        columns = slice(start, start + width)
-        result[:, columns] = (matrix @ part[:, columns].double()).to(part.dtype)
-    return result
+def combine(matrix: Tensor, vectors: Vectors) -> Vectors:
+    """V ← matrix V for a matrix (q, r) with q ≤ r: in the memory of the vectors, whose first q rows are given.
+
+    Multiplied in float64, a few columns at a time. Cost: p·q·r.
+    """
+    count = len(matrix)
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            piece[:count] = (matrix @ piece.double()).to(piece.dtype)
+    return {name: part[:count] for name, part in vectors.items()}

@@ -36,6 +36,12 @@ def default_budget(device: torch.device) -> int:
     return 2**30 if free is None else free // 4
 
 
+def fits(needed: int, device: torch.device) -> bool:
+    """Whether `needed` bytes are there, as far as the system tells."""
+    free = available_bytes(device)
+    return free is None or needed <= free
+
+
 def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
     """Raises MemoryError, before anything is allocated, if `needed` bytes are not there."""
     free = available_bytes(device)

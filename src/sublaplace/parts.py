@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock
+from sublaplace.jacobians import Block, EmbeddingBlock, OuterBlock, RowBlock
 
 
 class Part(Protocol):
@@ -24,6 +24,10 @@ class Part(Protocol):
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         """F v for vectors (r, size), with the root F of `whiten`."""
+
+    def turn(self, block: Block) -> Block:
+        """The block in the eigenbasis, factored if it is: times (eigenvalues + λ)^(−½), its rows are those of
+        `whiten`."""
 
     def covariance(self, block: Block, prior: float) -> Tensor: ...
 
@@ -46,6 +50,15 @@ def inner_products(rows: Tensor) -> Tensor:
     return rows @ rows.transpose(1, 2)
 
 
+def _linear(block: Block) -> OuterBlock | EmbeddingBlock:
+    if isinstance(block, OuterBlock | EmbeddingBlock):
+        return block
+    raise TypeError(
+        "A parameter that was used as a linear map when the curvature was fitted is now used in another way; "
+        "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
+    )
+
+
 @dataclass(frozen=True)
 class DiagonalPart:
     """The diagonal of the GGN for one parameter; zeros make it the isotropic prior alone."""
@@ -60,6 +73,9 @@ class DiagonalPart:
 
     def whiten(self, block: Block, prior: float) -> Tensor:
         return block.rows() * (self.diagonal + prior).rsqrt()
+
+    def turn(self, block: Block) -> Block:
+        return block
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return vectors * (self.diagonal + prior).rsqrt()
@@ -103,6 +119,9 @@ class DensePart:
 
     def whiten(self, block: Block, prior: float) -> Tensor:
         return (block.rows() @ self.vectors) * (self.values + prior).rsqrt()
+
+    def turn(self, block: Block) -> Block:
+        return RowBlock(block.rows() @ self.vectors)
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return (vectors * (self.values + prior).rsqrt()) @ self.vectors.T
@@ -174,13 +193,14 @@ class KroneckerPart:
         return self._transformed(vectors, self._products + prior)
 
     def whiten(self, block: Block, prior: float) -> Tensor:
-        if not isinstance(block, OuterBlock | EmbeddingBlock):
-            raise TypeError(
-                "A parameter that was used as a linear map when the curvature was fitted is now used in another way; "
-                "the network's control flow depends on its inputs. Use projector='lowrank-diagonal' for such a network."
-            )
-        rows = block.rotated_rows(self.input_vectors, self.output_vectors)
+        rows = _linear(block).rotated_rows(self.input_vectors, self.output_vectors)
         return rows.mul_((self.eigenvalues() + prior).rsqrt())  # these rows are nobody else's
+
+    def turn(self, block: Block) -> Block:
+        block = _linear(block)
+        if isinstance(block, OuterBlock) and self.input_vectors is not None:
+            return block.turned(self.input_vectors, self.output_vectors)
+        return RowBlock(block.rotated_rows(self.input_vectors, self.output_vectors))
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return self._from_eigenbasis(self._as_maps(vectors) * (self._products + prior).rsqrt())

@@ -15,19 +15,24 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
+from sublaplace.joint import factored_joint_covariance
 from sublaplace.linalg import cholesky, gram
 from sublaplace.parameters import ParameterLayout, Vectors
 from sublaplace.parts import DiagonalPart, Part, inner_products
 
 
-class Precision(Protocol):
+class Solvable(Protocol):
+    """Λ, as far as it can be divided by."""
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Λ⁻¹ v for r vectors, whose memory may be used for the result."""
+
+
+class Precision(Solvable, Protocol):
     """Λ, as far as projectors and predictions need it."""
 
     @property
     def prior_precision(self) -> float: ...
-
-    def solve(self, vectors: Vectors) -> Vectors:
-        """Λ⁻¹ v for r vectors."""
 
     def matmul(self, vectors: Vectors) -> Vectors:
         """Λ v for r vectors."""
@@ -74,7 +79,10 @@ class BlockPrecision:
         return self.scaled(single(scales) / self.scale)
 
     def solve(self, vectors: Vectors) -> Vectors:
-        return {name: part.solve(vectors[name], self.prior_precision) for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            for piece in _few(vectors[name]):
+                piece.copy_(part.solve(piece, self.prior_precision))
+        return vectors
 
     def matmul(self, vectors: Vectors) -> Vectors:
         return {name: part.matmul(vectors[name], self.prior_precision) for name, part in self.parts.items()}
@@ -93,32 +101,31 @@ class BlockPrecision:
         return result
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        """As in `Precision`; the Jacobians are run through once for each group of parameters whose whitened rows
-        fit."""
-        products = (gram(self._whitened(jacobians, group)) for group in grouped_by_memory(self.layout, jacobians))
-        return torch.stack(list(products)).sum(0)
+        rows = self.whitened(jacobians)
+        return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
         """B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) for each parameter; None if it exceeds the memory budget."""
-        groups = grouped_by_memory(self.layout, jacobians)
-        return self._whitened(jacobians, groups[0]) if len(groups) == 1 else None
-
-    def unwhitened(self, vectors: Vectors) -> Vectors:
-        """Λ^(−½) v, with the root that `whitened` uses: Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u."""
-        return {name: part.unwhiten(vectors[name], self.prior_precision) for name, part in self.parts.items()}
-
-    def _whitened(self, jacobians: Jacobians, names: list[str]) -> Vectors:
+        if len(grouped_by_memory(self.layout, jacobians)) > 1:
+            return None
         count, like = jacobians.num_rows, torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
-        rows = {name: like.new_zeros(count, self.layout.sizes[name]) for name in names}
+        rows = self.layout.zeros(count, like)
         start = 0
         for jacobian in jacobians:
             stop = start + jacobian.num_inputs * jacobian.num_rows
-            for name in rows.keys() & jacobian.blocks.keys():
-                whitened = self.parts[name].whiten(jacobian.blocks[name], self.prior_precision)
+            for name, block in jacobian.blocks.items():
+                whitened = self.parts[name].whiten(block, self.prior_precision)
                 rows[name][start:stop] = jacobian.require_finite(whitened).flatten(0, 1)
             start = stop
             del jacobian  # or it would stand in memory beside the next one
         return rows
+
+    def unwhitened(self, vectors: Vectors) -> Vectors:
+        """Λ^(−½) v, with the root that `whitened` uses: Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u. In the memory of the vectors."""
+        for name, part in self.parts.items():
+            for piece in _few(vectors[name]):
+                piece.copy_(part.unwhiten(piece, self.prior_precision))
+        return vectors
 
     def log_determinant(self) -> Tensor:
         return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
@@ -134,6 +141,11 @@ class BlockPrecision:
             ],
             dim=1,
         )
+
+
+def _few(vectors: Tensor) -> tuple[Tensor, ...]:
+    """Views of a few vectors (r, size) each, so that what is computed from them stays small."""
+    return vectors.split(max(1, 2**24 // vectors.shape[1]))
 
 
 def single(scales: tuple[float, ...]) -> float:

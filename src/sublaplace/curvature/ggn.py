@@ -9,7 +9,6 @@ from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians import Jacobian
 from sublaplace.precision import DensePrecision, DualPrecision
 
-
 _PANEL = 1024  # columns of the GGN that are added to at once
 
 

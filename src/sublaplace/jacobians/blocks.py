@@ -261,6 +261,37 @@ class OuterBlock:
             maps = into_outputs.transpose(1, 2) @ maps
         return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
 
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the factors are."""
+        return sum(use.inputs.numel() + sum(g.numel() for g in use.gradients) for use in self.uses)
+
+    def turned(self, into_inputs: Tensor, into_outputs: Tensor) -> "OuterBlock":
+        """The block whose rows are those of `rotated_rows`, in factored form."""
+        uses = (
+            replace(
+                use,
+                inputs=torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs),
+                gradients=_turned(use.gradients, into_outputs),
+                is_bias=False,
+            )
+            for use in self.uses
+        )
+        return replace(self, uses=tuple(uses))
+
+    def of_outputs(self, start: int, stop: int) -> "OuterBlock":
+        """The part of the block that belongs to some outputs of the map, the same ones of every group."""
+        uses = (
+            replace(use, gradients=tuple(g[:, :, start:stop] for g in use.gradients), outputs=stop - start)
+            for use in self.uses
+        )
+        return replace(self, uses=tuple(uses))
+
+    def indices_of_outputs(self, start: int, stop: int) -> Tensor:
+        """Where the columns of `of_outputs` stand among those of the block."""
+        places = self._as_maps(torch.arange(self.size, device=self.device)[None])
+        return self._stored(places[:, :, start:stop]).reshape(-1)
+
     def input_moment(self, weights: Tensor | None = None) -> Tensor:
         """Σ_{n,t} w_n a aᵀ for weights (n,), by default 1: (G, I, I)."""
         inputs = [use.inputs for use in self.uses]

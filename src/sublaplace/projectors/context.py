@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn
 from sublaplace.curvature.ggn import exact_bytes
 from sublaplace.jacobians import Jacobians, Linearization
-from sublaplace.memory import require
+from sublaplace.memory import fits, require
 from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
 from sublaplace.projection import Projection
 
@@ -50,9 +50,15 @@ class ProjectorContext:
             exact_bytes(p, rows),
             self.linearization.device,
             f"The exact GGN of {p:,} parameters",
-            "Use projector='lowrank-kfac', fewer data, or leave fewer parameters with requires_grad=True.",
+            "Use a subspace, fewer data, or leave fewer parameters with requires_grad=True; full_covariance() of a "
+            "fitted subspace gives the exact covariance of a few inputs at any size.",
         )
         return exact_ggn(self.stream, rows, self.prior_precision)
+
+    def exact_fits(self) -> bool:
+        """Whether there is memory for `exact`."""
+        rows, p = self.num_data * self.num_outputs, self.linearization.layout.num_parameters
+        return fits(exact_bytes(p, rows), self.linearization.device)
 
 
 Projector = Callable[[ProjectorContext], Projection]

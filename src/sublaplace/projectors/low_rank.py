@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobians
-from sublaplace.linalg import dominant_eigenvectors, gram, orthonormalised
+from sublaplace.linalg import dominant_eigenvectors, gram, orthonormalise
 from sublaplace.memory import require
 from sublaplace.parameters import Vectors
-from sublaplace.precision import BlockPrecision, Precision
+from sublaplace.precision import BlockPrecision, Precision, Solvable
 from sublaplace.projection import Basis
+from sublaplace.projectors.subspace_iteration import dominant_directions
+
+DENSE_ROWS = 6000
+"""Outputs (n·C) of X′ up to which their covariance is formed and decomposed."""
 
 
 def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
@@ -21,11 +25,47 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     choice. Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and
     then orthonormalised; every leading span is kept.
 
-    Where the rows B = J Ψ^½ fit into the memory budget they are kept, and P = Ψ^½ Bᵀ U_s needs no second pass.
+    Where the rows B = J Ψ^½ fit into the memory budget they are kept, and P = Ψ^½ Bᵀ U_s needs no second pass. Beyond
+    6,000 outputs (and four times the dimension) M is not formed at all, see `dominant_directions`.
 
-    Cost: one pass over X′ (two if B does not fit) with C backward passes an input, (nC)²·p/2 for M, (nC)³ for its
-    eigenvectors, nC·p·s for P; memory (nC)² + p·s, and nC·p if that fits.
+    Cost: one pass over X′ (two or more if B does not fit) with C backward passes an input, (nC)²·p/2 for M, (nC)³ for
+    its eigenvectors, nC·p·s for P; memory (nC)² + p·s, and nC·p if that fits.
     """
+    num_rows = jacobians.num_rows
+    tolerance = rank_tolerance(num_rows, jacobians.dtype)
+    if num_rows > max(DENSE_ROWS, 4 * dim):
+        values, vectors = dominant_directions(jacobians, precision, dim, tolerance)
+    else:
+        values, vectors = _by_covariance(jacobians, precision, dim, tolerance)
+    return _basis(jacobians, values, vectors, dim)
+
+
+def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:
+    """P = Ψ Jᵀ U_s for a Ψ that only multiplies vectors, found from the P of an approximation of it.
+
+    Cost: for each of two or three rounds, a pass over X′ and Ψ of s vectors.
+    """
+    tolerance = rank_tolerance(jacobians.num_rows, jacobians.dtype)
+    values, vectors = dominant_directions(jacobians, precision, start.dim, tolerance, 1e-2, start.vectors)
+    return _basis(jacobians, values, vectors, start.dim)
+
+
+def _basis(jacobians: Jacobians, values: Tensor, vectors: Vectors, dim: int) -> Basis:
+    if not len(values):
+        raise ValueError(
+            "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
+        )
+    if len(values) < dim:
+        warnings.warn(
+            f"dim={dim} is above the numerical rank {len(values)} of the covariance of the {jacobians.num_rows} "
+            f"outputs that the subspace is built from; dim={len(values)} is used. More subspace inputs raise the rank.",
+            stacklevel=3,
+        )
+    return Basis(jacobians.linearization.layout, orthonormalise(vectors))
+
+
+def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, tolerance: float) -> tuple[Tensor, Vectors]:
+    """μ and z as in `dominant_directions`, from M itself."""
     require(
         3 * 8 * jacobians.num_rows**2,
         jacobians.device,
@@ -34,23 +74,11 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     )
     rows = precision.whitened(jacobians) if isinstance(precision, BlockPrecision) else None
     M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
-    values, U = dominant_eigenvectors(M, dim, rank_tolerance(len(M), jacobians.dtype))
-    if not len(values):
-        raise ValueError(
-            "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
-        )
-    if len(values) < dim:
-        warnings.warn(
-            f"dim={dim} is above the numerical rank {len(values)} of the covariance of the {len(M)} outputs that the "
-            f"subspace is built from; dim={len(values)} is used. More subspace inputs raise the rank.",
-            stacklevel=2,
-        )
+    values, U = dominant_eigenvectors(M, dim, tolerance)
     weights = (U / values.sqrt()).to(jacobians.dtype)
     if isinstance(precision, BlockPrecision) and rows is not None:
-        vectors = precision.unwhitened({name: weights.T @ rows.pop(name) for name in tuple(rows)})
-    else:
-        vectors = precision.solve(_transpose_products(jacobians, weights))
-    return Basis(jacobians.linearization.layout, orthonormalised(vectors))
+        return values, precision.unwhitened({name: weights.T @ rows.pop(name) for name in tuple(rows)})
+    return values, precision.solve(_transpose_products(jacobians, weights))
 
 
 def _transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:

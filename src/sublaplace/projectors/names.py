@@ -2,10 +2,11 @@
 
 import torch
 
+from sublaplace.matrix_free import MatrixFreePrecision
 from sublaplace.precision import isotropic_precision
 from sublaplace.projection import Projection, Subset
 from sublaplace.projectors.context import Projector, ProjectorContext
-from sublaplace.projectors.low_rank import low_rank
+from sublaplace.projectors.low_rank import low_rank, refined
 from sublaplace.projectors.subset import diagonal_variances, largest, last_layer
 from sublaplace.projectors.swag import swag_variances
 
@@ -14,6 +15,15 @@ def _isotropic(context: ProjectorContext) -> Projection:
     like = torch.empty(0, dtype=context.linearization.dtype, device=context.linearization.device)
     precision = isotropic_precision(context.linearization.layout, like, context.prior_precision)
     return low_rank(context.subspace_jacobians, precision, context.dim)
+
+
+def _exact(context: ProjectorContext) -> Projection:
+    """With the exact Λ as a matrix; where that does not fit, by solutions with it, from the subspace of KFAC."""
+    if context.exact_fits():
+        return low_rank(context.subspace_jacobians, context.exact(), context.dim)
+    matrix_free = MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3)
+    start = low_rank(context.subspace_jacobians, context.kfac(), context.dim)
+    return refined(context.subspace_jacobians, matrix_free, start)
 
 
 def _magnitude(context: ProjectorContext) -> Subset:
@@ -37,7 +47,7 @@ PROJECTORS: dict[str, Projector] = {
     "lowrank-kfac": lambda c: low_rank(c.subspace_jacobians, c.kfac(), c.dim),
     "lowrank-diagonal": lambda c: low_rank(c.subspace_jacobians, c.diagonal(), c.dim),
     "lowrank-isotropic": _isotropic,
-    "lowrank-ggn": lambda c: low_rank(c.subspace_jacobians, c.exact(), c.dim),
+    "lowrank-ggn": _exact,
     "subset-magnitude": _magnitude,
     "subset-diagonal": lambda c: largest(c.linearization, diagonal_variances(c.diagonal()), c.dim),
     "subset-swag": _swag,

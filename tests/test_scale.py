@@ -1,0 +1,217 @@
+"""What replaces matrices that do not fit: factored covariances, directions without M, solutions without Λ."""
+
+import sys
+
+import pytest
+import torch
+from dense_reference import dense_jacobian
+from networks import NETWORKS, make
+from test_bad_input import InfiniteSlope
+from test_curvature import PRIOR, stream
+from test_laplace import labels, loader
+from torch import nn
+
+from sublaplace import Jacobians, SubspaceLaplace
+from sublaplace.curvature import exact_ggn, kronecker_ggn
+from sublaplace.joint import factored_joint_covariance
+from sublaplace.likelihoods import Categorical, Gaussian
+from sublaplace.linalg import combine, cross_gram, gram, orthonormalise
+from sublaplace.matrix_free import MatrixFreePrecision
+from sublaplace.precision import isotropic_precision
+from sublaplace.projectors.low_rank import rank_tolerance
+from sublaplace.projectors.subspace_iteration import dominant_directions
+
+low_rank_module = sys.modules["sublaplace.projectors.low_rank"]
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+def problem(name, count=8, dtype=torch.float64):
+    """A network's data, its KFAC precision and the Jacobians of all inputs."""
+    model, inputs = make(name, count, dtype)
+    source = stream(model, inputs)
+    return source, kronecker_ggn(source, PRIOR), Jacobians(source.linearization, inputs)
+
+
+def overlap(vectors, others):
+    """The smallest cosine between the spans of two sets of vectors."""
+    a, b = (orthonormalise({name: part.clone() for name, part in v.items()}) for v in (vectors, others))
+    return torch.linalg.svdvals(cross_gram(a, b)).min()
+
+
+# The covariance of many outputs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_joint_covariance_from_factors_equals_that_from_rows(name, dtype, monkeypatch):
+    source, kfac, jacobians = problem(name, dtype=dtype)
+    expected = gram(kfac.whitened(jacobians))
+    source.linearization.memory_budget = 500  # several groups
+    monkeypatch.setattr("sublaplace.joint._ROWS_AT_ONCE", 500)  # several pieces of a layer
+    assert kfac.whitened(jacobians) is None
+    found = kfac.joint_covariance(jacobians)
+    assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.max()))
+
+
+def test_joint_covariance_from_factors_without_kfac():
+    source, _, jacobians = problem("paper-cnn")
+    precision = isotropic_precision(source.linearization.layout, torch.zeros(0, dtype=torch.float64), PRIOR)
+    found = factored_joint_covariance(precision.parts, PRIOR, jacobians)
+    rows = dense_jacobian(source.linearization.model, jacobians.inputs)
+    assert torch.allclose(found, rows @ rows.T / PRIOR)
+
+
+def test_joint_covariance_from_factors_names_the_parameter_that_is_not_finite():
+    model = InfiniteSlope().double()
+    with torch.no_grad():
+        model.inner.weight.copy_(torch.eye(4, 3))
+        model.inner.bias.fill_(0.1)
+    inputs = torch.rand(6, 3, dtype=torch.float64)
+    source = stream(model, inputs)
+    kfac = kronecker_ggn(source, PRIOR)
+    with pytest.raises(ValueError, match=r"'inner.*NaN or infinity"):
+        factored_joint_covariance(kfac.parts, PRIOR, Jacobians(source.linearization, torch.cat([inputs, -1 - inputs])))
+
+
+# Directions without the covariance ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_dominant_directions_are_those_of_the_covariance(name):
+    _, kfac, jacobians = problem(name)
+    expected = torch.linalg.eigvalsh(kfac.joint_covariance(jacobians)).flip(0)[:4]
+    tolerance = rank_tolerance(jacobians.num_rows, torch.float64)
+    values, vectors = dominant_directions(jacobians, kfac, 4, tolerance, tolerance=1e-13)
+    assert torch.allclose(values, expected, rtol=1e-8)
+    _, dense = low_rank_module._by_covariance(jacobians, kfac, 4, tolerance)
+    gap = torch.linalg.eigvalsh(kfac.joint_covariance(jacobians)).flip(0)
+    if gap[4] < 0.9 * gap[3]:  # else the span is hardly defined
+        assert overlap(vectors, dense) > 1 - 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_many_outputs_take_the_way_without_the_covariance(dtype, monkeypatch):
+    model, inputs = make("paper-cnn", 30, dtype)
+    data = loader(inputs, labels(model, inputs), 10)
+    traces = []
+    for limit in (6000, 10):
+        monkeypatch.setattr(low_rank_module, "DENSE_ROWS", limit)
+        la = SubspaceLaplace(model, "classification", dim=6, num_subspace_inputs=30).fit(data)
+        assert la.dim == 6
+        traces.append(float(la.trace(inputs)[-1]))
+    assert traces[1] == pytest.approx(traces[0], rel=1e-3)
+    P = la.projection.double()
+    assert torch.allclose(P.T @ P, torch.eye(6, dtype=torch.float64), atol=1e-6)
+
+
+def test_directions_above_the_rank_are_not_given(monkeypatch):
+    monkeypatch.setattr(low_rank_module, "DENSE_ROWS", 10)
+    # Ten parameters, but the map is one of 2 × 3 numbers: J has rank 6, whatever the number of inputs.
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)).double()
+    inputs = torch.randn(40, 3, dtype=torch.float64)
+    la = SubspaceLaplace(model, "regression", dim=9, noise_std=1.0)
+    with pytest.warns(UserWarning, match="numerical rank 6"):
+        la.fit(loader(inputs, torch.zeros(40, 2, dtype=torch.float64), 20))
+    assert la.dim == 6
+
+
+def test_directions_of_a_zero_jacobian_are_refused(monkeypatch):
+    monkeypatch.setattr(low_rank_module, "DENSE_ROWS", 10)
+    model = nn.Linear(3, 2, bias=False).double()
+    inputs = torch.zeros(40, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="their Jacobian is zero"):
+        SubspaceLaplace(model, "regression", dim=2, noise_std=1.0).fit(loader(inputs, torch.zeros(40, 2).double(), 20))
+
+
+# Solutions without the precision matrix -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.4)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_matrix_free_covariance_equals_the_dense_one(name, likelihood):
+    model, inputs = make(name, 6)
+    source = stream(model, inputs, likelihood)
+    jacobians = Jacobians(source.linearization, inputs)
+    expected = exact_ggn(source, 10**9, PRIOR).joint_covariance(jacobians)
+    found = MatrixFreePrecision(source, kronecker_ggn(source, PRIOR), 1e-7).full_covariance(jacobians)
+    assert found.relative_residual <= 1e-7
+    assert torch.allclose(found.covariance, expected, rtol=0, atol=1e-9 * float(expected.max()))
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 1e-1, 1e-3])
+def test_error_of_the_matrix_free_covariance_is_certified(tolerance):
+    source, kfac, jacobians = problem("paper-cnn")
+    kfac = kfac.with_prior(0.05)
+    expected = exact_ggn(source, 10**9, 0.05).joint_covariance(jacobians)
+    found = MatrixFreePrecision(source, kfac, tolerance).full_covariance(jacobians)
+    missing = torch.linalg.eigvalsh(expected - found.covariance)
+    rounding = 1e-10 * float(expected.diagonal().max())
+    assert missing[0] >= -rounding
+    assert missing[-1] <= found.error + rounding
+    assert missing[-1] > rounding or tolerance < 0.1  # a loose one does miss something
+
+
+def test_full_covariance_of_a_fitted_subspace_equals_the_full_posterior():
+    model, inputs = make("paper-cnn", 9)
+    data = loader(inputs, labels(model, inputs), 4)
+    few = inputs[:3]
+    full = SubspaceLaplace(model, "classification", projector="full", prior_precision=0.5).fit(data)
+    for complement in (None, "kfac", "diagonal"):
+        la = SubspaceLaplace(model, "classification", dim=4, prior_precision=0.5, complement=complement).fit(data)
+        found = la.full_covariance(few)
+        assert found.covariance.shape == (3, 3, 3)
+        assert torch.allclose(found.covariance, full.functional_covariance(few), atol=1e-8)
+        joint = la.full_covariance(few, joint=True).covariance
+        assert torch.allclose(joint, full.functional_covariance(few, joint=True), atol=1e-8)
+        assert 0 < found.passes < 100
+        assert found.error < 1e-6
+
+
+def test_full_covariance_with_a_noise_of_each_output():
+    model, inputs = make("mlp", 9)
+    targets = torch.zeros_like(model(inputs).detach())
+    options = {"noise_std": [0.3, 2.0], "prior_precision": 0.5}
+    full = SubspaceLaplace(model, "regression", projector="full", **options).fit([(inputs, targets)])
+    la = SubspaceLaplace(model, "regression", dim=4, **options).fit([(inputs, targets)])
+    found = la.full_covariance(inputs[:2]).covariance
+    assert torch.allclose(found, full.functional_covariance(inputs[:2]), atol=1e-8)
+
+
+def test_full_covariance_after_loading_says_what_is_missing(tmp_path):
+    model, inputs = make("mlp", 9)
+    SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs), 4)).save(tmp_path / "la")
+    with pytest.raises(RuntimeError, match="training data"):
+        SubspaceLaplace.load(tmp_path / "la", model).full_covariance(inputs[:1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "transformer"])
+def test_lowrank_ggn_without_the_exact_matrix_captures_as_much(name, monkeypatch):
+    model, inputs = make(name, 12)
+    data = loader(inputs, labels(model, inputs), 6)
+    options = {"projector": "lowrank-ggn", "dim": 5, "prior_precision": 0.1, "subspace_inputs": inputs}
+    dense = SubspaceLaplace(model, "classification", **options).fit(data)
+    monkeypatch.setattr("sublaplace.projectors.context.fits", lambda needed, device: False)
+    free = SubspaceLaplace(model, "classification", **options).fit(data)
+    kfac = SubspaceLaplace(model, "classification", **options | {"projector": "lowrank-kfac"}).fit(data)
+    best, found, start = (float(la.trace(inputs)[-1]) for la in (dense, free, kfac))
+    assert found <= best * (1 + 1e-8)
+    assert found >= 0.98 * best
+    assert found > start
+
+
+# In place -------------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_are_combined_and_orthonormalised_in_their_own_memory():
+    vectors = {"a": torch.randn(4, 3000, dtype=torch.float64), "b": torch.randn(4, 7, dtype=torch.float64)}
+    copies = {name: part.clone() for name, part in vectors.items()}
+    matrix = torch.randn(3, 4, dtype=torch.float64)
+    fewer = combine(matrix, vectors)
+    for name, part in copies.items():
+        assert fewer[name].data_ptr() == vectors[name].data_ptr()
+        assert torch.allclose(fewer[name], matrix @ part)
+    assert torch.allclose(cross_gram(copies, copies), gram(copies))
+    addresses = {name: part.data_ptr() for name, part in copies.items()}
+    basis = orthonormalise(copies)
+    assert {name: part.data_ptr() for name, part in basis.items()} == addresses
+    assert torch.allclose(gram(basis), torch.eye(4, dtype=torch.float64), atol=1e-14)

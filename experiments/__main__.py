@@ -1,4 +1,4 @@
-"""The command line of the experiments: ``python -m experiments list | train | run | beyond | report``."""
+"""The command line of the experiments: ``python -m experiments list | train | run | beyond | scale | report``."""
 
 import argparse
 import os
@@ -53,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_what(beyond, nargs="+")
     beyond.add_argument("--results", type=Path, default=RESULTS)
     beyond.set_defaults(command=_beyond)
+
+    scale = commands.add_parser("scale", help="seconds and memory of large networks; give --threads before it")
+    scale.add_argument("case", nargs="*", help="of results/scale.csv; all if none is named")
+    scale.set_defaults(command=_scale)
 
     report = commands.add_parser("report", help="tables and figures from the results")
     report.add_argument("--results", type=Path, default=RESULTS)
@@ -125,6 +129,12 @@ def _beyond(options: argparse.Namespace) -> None:
 
     for name in _checked_names(options):
         beyond.run(RECIPES[name], datasets.load(name), _seeds(options), Results(options.results), CACHE)
+
+
+def _scale(options: argparse.Namespace) -> None:
+    from experiments import scale
+
+    scale.run(options.case, options.threads)
 
 
 def _report(options: argparse.Namespace) -> None:

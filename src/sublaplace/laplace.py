@@ -353,6 +353,11 @@ class SubspaceLaplace:
         return 0 if isinstance(posterior, BlockPrecision) else self._layout.num_parameters
 
     @property
+    def stages(self) -> dict[str, Stage]:
+        """What each stage of the fit took: `.seconds`, and `.peak_bytes` of the process up to its end."""
+        return dict(self._stages)
+
+    @property
     def num_parameters(self) -> int:
         """p: the parameters that require grad."""
         return self._layout.num_parameters

@@ -1,0 +1,155 @@
+"""What large fits cost: seconds and peak memory of ResNet18, ResNet9 and of many subspace inputs, each in a process.
+
+Weights are random, so that no direction of the output Hessians is negligible: the worst case.
+"""
+
+import csv
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from experiments import colour_images, datasets
+from experiments.datasets import Dataset
+from experiments.networks import ReusedConvolutionCNN
+from experiments.resnets import ResNet18, freeze_norms, resnet9
+from sublaplace import SubspaceLaplace
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "scale.csv"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fit, and a few predictions."""
+
+    network: str
+    projector: str
+    dim: int
+    num_subspace_inputs: int  # n
+    num_data: int  # N
+    prior_precision: float
+    num_predictions: int = 20
+    complement: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}-{self.projector}-s{self.dim}-n{self.num_subspace_inputs}"
+
+
+def _resnet18(projector: str) -> Case:
+    return Case("resnet18", projector, 100, 100, 331, 13.0)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        *map(
+            _resnet18,
+            (
+                "lowrank-kfac",
+                "lowrank-diagonal",
+                "lowrank-isotropic",
+                "subset-magnitude",
+                "subset-diagonal",
+                "last-layer",
+            ),
+        ),
+        Case("resnet9", "lowrank-kfac", 1000, 100, 1000, 68.07, num_predictions=100),
+        Case("resnet9", "lowrank-kfac", 100, 100, 1000, 68.07, num_predictions=100),
+        Case("cnn", "lowrank-kfac", 100, 100, 20000, 32.69, num_predictions=500),
+        Case("cnn", "lowrank-kfac", 100, 10000, 20000, 32.69, num_predictions=500),
+    )
+}
+
+
+def _problem(case: Case) -> tuple[nn.Module, Dataset]:
+    torch.manual_seed(0)
+    if case.network == "resnet18":
+        return freeze_norms(ResNet18()), colour_images.imagenet10()
+    if case.network == "resnet9":
+        return freeze_norms(resnet9()), colour_images.cifar10()
+    return ReusedConvolutionCNN(), datasets.load("fashionmnist")
+
+
+def measure(case: Case) -> dict[str, object]:
+    """Fits and predicts in this process, with all that it holds (network, data, libraries) in the peak memory."""
+    network, dataset = _problem(case)
+    inputs, targets = dataset.train_inputs[: case.num_data], dataset.train_targets[: case.num_data]
+    test = dataset.test_inputs[: case.num_predictions].clone()
+    loader = DataLoader(TensorDataset(inputs, targets), 50)
+    base = _peak_mb()
+    la = SubspaceLaplace(
+        network.eval(),
+        "classification",
+        projector=case.projector,
+        dim=case.dim,
+        prior_precision=case.prior_precision,
+        num_subspace_inputs=case.num_subspace_inputs,
+        complement=case.complement,
+    )
+    start = time.perf_counter()
+    la.fit(loader)
+    fitted = time.perf_counter()
+    trace = la.trace(test) if case.projector != "full" else torch.zeros(1)
+    la.predict(test)
+    predicted = time.perf_counter()
+    stages = {name: stage.seconds for name, stage in la.stages.items()}
+    return dataclasses.asdict(case) | {
+        "parameters": la.num_parameters,
+        "dim": la.dim,
+        "fit_seconds": fitted - start,
+        "survey_seconds": stages["survey"],
+        "projector_seconds": stages["projector"],
+        "posterior_seconds": stages["reduced posterior"],
+        "predict_ms_an_input": 1000 * (predicted - fitted) / 2 / len(test),
+        "trace": float(trace[-1]),
+        "base_mb": base,
+        "peak_mb": _peak_mb(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run(names: list[str], threads: int, results: Path = RESULTS) -> None:
+    """Measures the named cases (all if none is named), each in a fresh process, and writes them down."""
+    for name in names or list(CASES):
+        if name not in CASES:
+            raise SystemExit(f"error: unknown case '{name}'; choose of {', '.join(CASES)}.")
+        command = [sys.executable, "-m", "experiments.scale", name, str(threads)]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        row = json.loads(process.stdout.splitlines()[-1])
+        print(
+            " ".join(
+                f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()
+            )
+        )
+        _write(row, results)
+
+
+def _write(row: dict[str, object], results: Path) -> None:
+    """One row a case: a new measurement takes the place of the old one."""
+    key = ("network", "projector", "dim", "num_subspace_inputs", "complement")
+    rows = list(csv.DictReader(results.open())) if results.exists() else []
+    written = {name: "" if value is None else str(value) for name, value in row.items()}
+    rows = [other for other in rows if any(other[name] != written[name] for name in key)] + [written]
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
+    print(json.dumps(measure(CASES[sys.argv[1]])))

@@ -1,5 +1,6 @@
 """Data as the user has it: loaders of batches, checked, and the inputs X′ drawn from them."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -125,10 +126,10 @@ class Chained:
     """Several loaders as one, which may be run through repeatedly."""
 
     def __init__(self, loaders: tuple[Iterable[Any], ...]) -> None:
-        self._loaders = loaders
+        self.loaders = loaders
 
     def __iter__(self) -> Iterator[Any]:
-        for loader in self._loaders:
+        for loader in self.loaders:
             yield from loader
 
 
@@ -146,9 +147,12 @@ class Reservoir:
         self._seen = 0
         self._inputs: Any = None
 
-    def add(self, inputs: Any, allowed: Tensor | None = None) -> None:
-        """Draws from more inputs; only from those where `allowed` (n,) is true, if it is given."""
+    def add(self, inputs: Any, position: int, allowed: Tensor | None = None) -> None:
+        """Draws from more inputs, which stand at `position` of the stream; only from those where `allowed` (n,) is
+        true, if it is given. The keys of inputs that others have seen are drawn too, so that they do not matter."""
         n = num_inputs(inputs)
+        torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64)
+        self._seen = position
         keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
         candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
         if allowed is not None:
@@ -163,6 +167,17 @@ class Reservoir:
         best = torch.argsort(keys)[: self._size]
         self._keys, self._inputs = keys[best], select(joined, best)
         self._positions = torch.cat([self._positions, positions])[best]
+
+    def joined(self, others: list["Reservoir"]) -> "Reservoir":
+        """The draw from the inputs of several streams, which have seen different places of one."""
+        result = copy.copy(self)
+        filled = [other for other in others if other._inputs is not None]
+        keys = torch.cat([other._keys for other in filled])
+        best = torch.argsort(keys)[: self._size]
+        result._keys = keys[best]
+        result._positions = torch.cat([other._positions for other in filled])[best]
+        result._inputs = select(join([other._inputs for other in filled]), best)
+        return result
 
     @property
     def inputs(self) -> Any:

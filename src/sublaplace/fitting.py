@@ -21,6 +21,7 @@ from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data import Reservoir, input_batches, inputs_at, join
+from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood
@@ -175,6 +176,8 @@ def _checkpoint(
     settings: Settings, folder: str | os.PathLike[str], loader: Iterable[Any], linearization: Linearization
 ) -> Checkpoint:
     """The checkpoint of this fit, and the memory budget that it was begun with, which decides the order of sums."""
+    if ranks_of(loader).size > 1:
+        raise ValueError("fit(checkpoint=…) is for a single process; in a process group start all ranks again.")
     require_fixed_order(loader)
     identity = {
         "model": serialization.model_fingerprint(linearization.model),
@@ -344,7 +347,12 @@ def _projection(settings: Settings, context: ProjectorContext) -> Projection:
     build = PROJECTORS[settings.projector] if isinstance(settings.projector, str) else settings.projector
     checkpoint = context.stream.checkpoint
     if checkpoint is None:
-        return build(context)
+        projection = build(context)
+        ranks = ranks_of(context.stream.loader)
+        if ranks.size > 1:
+            # All ranks have built it from the same numbers; on different machines rounding may differ.
+            ranks.same(serialization.projection_tensors(projection).values())
+        return projection
     if found := checkpoint.read("projection"):
         linearization = context.linearization
         return serialization.projection_from(found[0], linearization.layout, linearization.dtype)

@@ -26,6 +26,7 @@ from sublaplace.certificate import Bounds, Certificate
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import reduced_ggn, reduced_ggn_and_product
 from sublaplace.data import Chained, checked_loader, input_batches
+from sublaplace.distributed import shared_out
 from sublaplace.fitting import Settings, Stage
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
@@ -155,7 +156,7 @@ class SubspaceLaplace:
         it goes on from there, and ends with the same result. It needs a loader that does not shuffle, and is removed
         when the fit is done.
         """
-        loader = checked_loader(train_loader)
+        loader = shared_out(checked_loader(train_loader))
         linearization = self._new_linearization()
         fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
         self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
@@ -497,7 +498,7 @@ class SubspaceLaplace:
                 "the first data alone. Fit again on all data."
             )
         linearization = self._usable_linearization()
-        loader = checked_loader(loader)
+        loader = shared_out(checked_loader(loader))
         certificate = self._certificate
         with linearization.borrowed():
             added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)

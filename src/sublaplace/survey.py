@@ -1,5 +1,6 @@
 """A first look at data: checked, counted, compared with the network's outputs, and X′ drawn from it."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.data import Reservoir, batches
+from sublaplace.data import Reservoir, split_batch
+from sublaplace.distributed import placed, ranks_of
 from sublaplace.jacobians import Linearization
+from sublaplace.jacobians.inputs import num_inputs
 from sublaplace.likelihoods import Gaussian, Likelihood, Noise, Residuals, target_weights
 
 NoiseEstimate = Literal["pooled", "per-output"]
@@ -74,7 +77,10 @@ def survey_of(
     total, counted, fixed, largest = 0, 0.0, 0.0, 0.0
     residuals: Residuals | None = None
     reservoir = None
-    for inputs, targets, weights in batches(tqdm(loader, desc="survey", disable=not progress, leave=False)):
+    for position, batch in tqdm(placed(loader), desc="survey", disable=not progress, leave=False):
+        inputs, targets, weights = split_batch(batch)
+        if not num_inputs(inputs):
+            continue
         inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
         if total == 0:
             linearization.look_at(inputs)  # probes the network
@@ -85,7 +91,7 @@ def survey_of(
             reservoir = reservoir_for(outputs.shape[1])
         counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
-            reservoir.add(inputs, None if counts is None else counts.amax(1) > 0)
+            reservoir.add(inputs, position, None if counts is None else counts.amax(1) > 0)
         counted += len(outputs) if counts is None else float(counts.amax(1).sum())
         if isinstance(likelihood, Gaussian):
             residuals = residuals.joined(Residuals.of(targets - outputs, weights))
@@ -94,8 +100,18 @@ def survey_of(
             each = likelihood.log_likelihood(outputs, targets)
             fixed += float((each if weights is None else each * weights.to(each)).sum())
         total += len(outputs)
-    if residuals is None:
+    ranks = ranks_of(loader)
+    parts = ranks.gather((total, counted, fixed, largest, residuals, reservoir))
+    found = [part[4] for part in parts if part[4] is not None]
+    if not found:
         raise ValueError("The loader is empty: there is nothing to fit.")
+    if len(found) < ranks.size:
+        raise ValueError(f"There are fewer batches than the {ranks.size} ranks; use smaller batches.")
+    total, counted = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    fixed, largest = sum(part[2] for part in parts), max(part[3] for part in parts)
+    residuals = functools.reduce(Residuals.joined, found)
+    if reservoir is not None:
+        reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
     if not counted:
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     survey = Survey(total, len(residuals.count), likelihood, estimated_noise, residuals, fixed)

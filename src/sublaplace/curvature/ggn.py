@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobian
 from sublaplace.precision import DensePrecision, DualPrecision
 
@@ -69,8 +70,9 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
     device = stream.linearization.device
     if num_rows < p:
         rows = _Rows(p, device)
-        stream.accumulate("exact GGN rows", rows)
-        return DualPrecision(layout, rows.joined(), prior_precision).scaled(stream.scale)
+        stream.accumulate("exact GGN rows", rows, over_ranks=False)
+        joined = ranks_of(stream.loader).joined_rows(rows.joined())
+        return DualPrecision(layout, joined, prior_precision).scaled(stream.scale)
     dense = _DenseSum(torch.zeros(p, p, dtype=torch.float64, device=device))
     stream.accumulate("exact GGN", dense)
     return DensePrecision(layout, dense.whole().mul_(stream.scale), prior_precision, stream.scale)

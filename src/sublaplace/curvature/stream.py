@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from sublaplace.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.data import Batch, batches, join, one_shot
+from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Cotangents, Jacobian, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood, longest_first, significant, target_weights
@@ -71,12 +72,14 @@ class CurvatureStream:
         scaled: bool = True,
         row_by_row: bool = False,
         resumable: bool = True,
+        over_ranks: bool = True,
     ) -> None:
-        """Adds the Jacobians of all inputs to `sums`.
+        """Adds the Jacobians of all inputs to `sums`; in a process group those that all ranks have read.
 
         every_input: also those without any direction (KFAC's input factors need them), with K = 0. scaled: several
         scales of the likelihood, one a row, are multiplied into the rows (a single one never is). row_by_row: as
-        Jacobians of one row an input, for sums over rows (see `Linearization.row_by_row`).
+        Jacobians of one row an input, for sums over rows (see `Linearization.row_by_row`). over_ranks: false for
+        those of this rank alone.
         """
         checkpoint = self.checkpoint if resumable else None
         done = 0
@@ -93,6 +96,8 @@ class CurvatureStream:
             done += portion.num_batches
             if checkpoint is not None and checkpoint.due():
                 checkpoint.write(what, sums.tensors(), {"batches": done, "complete": False})
+        if over_ranks:
+            ranks_of(self.loader).add_up(sums)
         if checkpoint is not None:
             checkpoint.write(what, sums.tensors(), {"batches": done, "complete": True})
 
@@ -117,6 +122,7 @@ class CurvatureStream:
                 digest.add(tuple(batch))
             if k >= skip:
                 yield self._portion(batch)
+        seen = sum(ranks_of(self.loader).gather(seen))
         if self.num_data is not None and seen != self.num_data:
             raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
         if self.fingerprint not in (None, digest.text()):

@@ -2,6 +2,7 @@
 
 import torch
 
+from sublaplace.distributed import unshared
 from sublaplace.matrix_free import MatrixFreePrecision
 from sublaplace.precision import isotropic_precision
 from sublaplace.projection import Projection, Subset
@@ -35,7 +36,7 @@ def _swag(context: ProjectorContext) -> Subset:
     stream = context.stream
     scores = swag_variances(
         stream.linearization,
-        stream.loader,
+        unshared(stream.loader),
         stream.likelihood,
         progress=stream.progress,
         checkpoint=stream.checkpoint,

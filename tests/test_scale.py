@@ -1,6 +1,8 @@
 """What replaces matrices that do not fit: factored covariances, directions without M, solutions without Λ."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +217,36 @@ def test_vectors_are_combined_and_orthonormalised_in_their_own_memory():
     basis = orthonormalise(copies)
     assert {name: part.data_ptr() for name, part in basis.items()} == addresses
     assert torch.allclose(gram(basis), torch.eye(4, dtype=torch.float64), atol=1e-14)
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"complement": "kfac"}, {"certified": True}, {"projector": "lowrank-ggn"}], ids=str
+)
+def test_a_projection_on_disk_gives_the_same_posterior(options, tmp_path):
+    model, inputs = make("paper-cnn", 9)
+    data = loader(inputs, labels(model, inputs), 4)
+    options = {"dim": 6, **options}
+    expected = SubspaceLaplace(model, "classification", **options).fit(data)
+    la = SubspaceLaplace(model, "classification", scratch_folder=tmp_path, **options).fit(data)
+    assert torch.equal(la.functional_covariance(inputs), expected.functional_covariance(inputs))
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()  # in a file …
+    assert not list(tmp_path.iterdir())  # … that has no name any more
+    assert torch.equal(la.with_prior(3.0)(inputs), expected.with_prior(3.0)(inputs))
+    la.save(tmp_path / "la")
+    assert torch.equal(SubspaceLaplace.load(tmp_path / "la", model)(inputs), la(inputs))
+
+
+def test_a_scratch_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"):
+        SubspaceLaplace(nn.Linear(2, 2), "classification", scratch_folder=tmp_path / "absent")
+
+
+def test_too_little_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("sublaplace.memory.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 0))
+    model, inputs = make("mlp", 9)
+    la = SubspaceLaplace(model, "classification", dim=4, scratch_folder=tmp_path)
+    with pytest.raises(MemoryError, match="free in"):
+        la.fit(loader(inputs, labels(model, inputs), 4))

@@ -43,7 +43,7 @@ class ComplementedPosterior:
             Q = part.rotate(projection.part(name))
             curvature += (Q * eigenvalues).double() @ Q.double().T
             rotated = part.rotate(product[name]).add_(Q, alpha=prior)
-            product[name] = rotated.mul_((eigenvalues + prior).rsqrt())
+            product[name].copy_(rotated.mul_((eigenvalues + prior).rsqrt()))
         return cls(inside, outside, product, (curvature + curvature.T) / 2)
 
     @property

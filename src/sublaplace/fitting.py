@@ -26,7 +26,7 @@ from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood
 from sublaplace.matrix_free import FullCovariance, MatrixFreePrecision
-from sublaplace.memory import peak_bytes, require
+from sublaplace.memory import peak_bytes, require, require_disk
 from sublaplace.parameters import Vectors
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.precision import BlockPrecision
@@ -282,14 +282,16 @@ def _fitting_dim(settings: Settings, linearization: Linearization) -> int:
             warnings.warn(f"dim={dim} is above the number of parameters; dim={p}, their rank, is used.", stacklevel=4)
         dim = p
     subset = isinstance(settings.projector, str) and settings.projector.startswith("subset")
-    matrices = (0 if subset else 2) + (settings.complement is not None) + settings.makes_certificate
-    require(
-        matrices * p * dim * linearization.dtype.itemsize,
-        linearization.device,
-        f"A projection of {p:,} × {dim:,} numbers",
+    matrices = (not subset) + (settings.complement is not None) + settings.makes_certificate
+    needed, what = matrices * p * dim * linearization.dtype.itemsize, f"A projection of {p:,} × {dim:,} numbers"
+    remedy = (
         "Choose a smaller dim, a subset projector (which stores indices only) without a complement, or fewer "
-        "parameters with requires_grad=True.",
+        "parameters with requires_grad=True"
     )
+    if linearization.scratch_folder is None:
+        require(needed, linearization.device, what, f"{remedy}; or keep it on disk with scratch_folder='…'.")
+    else:
+        require_disk(needed, linearization.scratch_folder, what, f"{remedy}.")
     return dim
 
 

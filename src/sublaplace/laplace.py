@@ -66,6 +66,8 @@ class SubspaceLaplace:
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
             "diagonal".
         memory_budget: bytes for temporary chunks; None: a quarter of what is free.
+        scratch_folder: keep P, and its products with the GGN, in nameless files of this folder instead of in memory;
+            for CPU models whose p·s numbers do not fit.
         seed: of the library's own generators; the global random state is never touched.
         forward: how the model is called, (model, inputs) → (n, C); None: ``model(x)``, ``model(**x)`` for a mapping,
             ``model(*x)`` for a tuple, and ``.logits`` of the result where there is such a thing.
@@ -98,6 +100,7 @@ class SubspaceLaplace:
         max_dim: int | None = None,
         perturbation: float = 0.1,
         certified: bool = False,
+        scratch_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
@@ -127,6 +130,7 @@ class SubspaceLaplace:
             perturbation=checked_positive(perturbation, "perturbation"),
         )
         self._memory_budget = _optional_count(memory_budget, "memory_budget")
+        self._scratch_folder = _checked_folder(scratch_folder, model)
         self._forward = call_model if forward is None else forward
         self._layout = ParameterLayout.of(model)
         self._posterior: Posterior | None = None
@@ -167,6 +171,7 @@ class SubspaceLaplace:
 
     def _new_linearization(self) -> Linearization:
         linearization = Linearization(in_working_precision(self.model), self._forward)
+        linearization.scratch_folder = self._scratch_folder
         linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
         return linearization
 
@@ -654,6 +659,16 @@ def _checked_projector(projector: Any, complement: str | None, dim: Any) -> str 
     if not callable(projector):
         raise TypeError("projector must be a name or a function from a ProjectorContext to a Projection.")
     return projector
+
+
+def _checked_folder(folder: str | os.PathLike[str] | None, model: nn.Module) -> str | os.PathLike[str] | None:
+    if folder is None:
+        return None
+    if not os.path.isdir(folder):
+        raise ValueError(f"scratch_folder={os.fspath(folder)!r} is not a folder; create it first.")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("scratch_folder keeps vectors in files, which only a model on the CPU can use.")
+    return folder
 
 
 def _checked_subspace_inputs(inputs: Any) -> Any:

@@ -85,7 +85,7 @@ class MatrixFreePrecision:
             "Give fewer inputs at a time, or choose a smaller dim.",
         )
         lengths = gram_diagonal(vectors).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-        x = layout.zeros(count, like)
+        x = self.stream.linearization.zero_vectors(count)
         remainder = {name: part.clone() for name, part in vectors.items()}
         passes, before, reached = 0, torch.inf, 1.0
         while self.tolerance < reached < before / 2 and passes < _MOST_PASSES:
@@ -128,8 +128,7 @@ class MatrixFreePrecision:
         With X ≈ Λ⁻¹Jᵀ and R = Jᵀ − ΛX it is JX + XᵀR + RᵀΛ⁻¹R: the first two terms are given, and the last, which is
         left out, lies between 0 and RᵀR/λ. So the error is quadratic in the residual, and known.
         """
-        layout = self.stream.linearization.layout
-        rows = layout.zeros(jacobians.num_rows, torch.empty(0, dtype=jacobians.dtype, device=jacobians.device))
+        rows = jacobians.linearization.zero_vectors(jacobians.num_rows)
         start = 0
         for jacobian in jacobians:
             stop = start + jacobian.num_inputs * jacobian.num_rows

@@ -1,7 +1,9 @@
 """How much memory there is, and a clear word before too much is asked for."""
 
 import os
+import shutil
 import sys
+import tempfile
 
 import torch
 
@@ -34,6 +36,23 @@ def default_budget(device: torch.device) -> int:
     """A quarter of what is free, or 1 GiB where the system does not tell."""
     free = available_bytes(device)
     return 2**30 if free is None else free // 4
+
+
+def on_disk(size: int, dtype: torch.dtype, folder: str | os.PathLike[str]) -> torch.Tensor:
+    """A vector of zeros in a file of `folder` that has no name any more: it is gone when the vector is.
+
+    The system keeps as much of it in memory as there is room for.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="sublaplace-") as file:
+        file.truncate(size * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+
+
+def require_disk(needed: int, folder: str | os.PathLike[str], what: str, remedy: str) -> None:
+    """Raises MemoryError if `needed` bytes are not free in the file system of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise MemoryError(f"{what} needs {readable(needed)}, but {readable(free)} are free in {folder}. {remedy}")
 
 
 def fits(needed: int, device: torch.device) -> bool:

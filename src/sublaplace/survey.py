@@ -110,10 +110,10 @@ def survey_of(
     total, counted = sum(part[0] for part in parts), sum(part[1] for part in parts)
     fixed, largest = sum(part[2] for part in parts), max(part[3] for part in parts)
     residuals = functools.reduce(Residuals.joined, found)
-    if reservoir is not None:
-        reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
     if not counted:
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
+    if reservoir is not None:
+        reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
     survey = Survey(total, len(residuals.count), likelihood, estimated_noise, residuals, fixed)
     survey = survey.with_estimated_noise()
     if estimated_noise is not None and isinstance(survey.likelihood, Gaussian):

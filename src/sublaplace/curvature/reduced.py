@@ -56,8 +56,7 @@ def reduced_ggn_and_product(
 
     A single scale of the likelihood is not in Y, several are. Cost: another K·p·s multiplications an input; memory p·s.
     """
-    like = torch.empty(0, dtype=stream.linearization.dtype, device=stream.linearization.device)
-    product = stream.linearization.layout.zeros(projection.dim, like)
+    product = stream.linearization.zero_vectors(projection.dim)
     return _accumulated(stream, projection, product, resumable).sums, product
 
 

@@ -1,5 +1,6 @@
 """A trained network and its Jacobian: the engine that everything else runs on."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from sublaplace.jacobians.plan import (
     first_difference,
     signature,
 )
-from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
+from sublaplace.memory import on_disk
+from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, Vectors, borrowed
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
@@ -46,6 +48,7 @@ class Linearization:
     model: nn.Module
     forward: Callable[[nn.Module, Any], Tensor] = call_model
     memory_budget: int = 2**30
+    scratch_folder: str | os.PathLike[str] | None = None  # where vectors of parameter space are kept; None: in memory
     layout: ParameterLayout = field(init=False)
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
@@ -70,6 +73,13 @@ class Linearization:
     @property
     def device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
+
+    def zero_vectors(self, count: int) -> Vectors:
+        """Zeros of parameter space, (count, size) a parameter, in memory or in the scratch folder."""
+        if self.scratch_folder is None:
+            return self.layout.zeros(count, torch.empty(0, dtype=self.dtype, device=self.device))
+        sizes = self.layout.sizes.items()
+        return {name: on_disk(count * size, self.dtype, self.scratch_folder).view(count, size) for name, size in sizes}
 
     @property
     def _tolerance(self) -> float:

@@ -50,8 +50,8 @@ class ProjectorContext:
             exact_bytes(p, rows),
             self.linearization.device,
             f"The exact GGN of {p:,} parameters",
-            "Use a subspace, fewer data, or leave fewer parameters with requires_grad=True; full_covariance() of a "
-            "fitted subspace gives the exact covariance of a few inputs at any size.",
+            "Use a subspace such as projector='lowrank-kfac', fewer data, or leave fewer parameters with "
+            "requires_grad=True; full_covariance() of a fitted subspace gives that of a few inputs at any size.",
         )
         return exact_ggn(self.stream, rows, self.prior_precision)
 

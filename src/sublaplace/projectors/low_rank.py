@@ -75,15 +75,20 @@ def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, toleran
     rows = precision.whitened(jacobians) if isinstance(precision, BlockPrecision) else None
     M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
     values, U = dominant_eigenvectors(M, dim, tolerance)
+    if not len(values):
+        return values, {}
     weights = (U / values.sqrt()).to(jacobians.dtype)
     if isinstance(precision, BlockPrecision) and rows is not None:
-        return values, precision.unwhitened({name: weights.T @ rows.pop(name) for name in tuple(rows)})
+        vectors = jacobians.linearization.zero_vectors(weights.shape[1])
+        for name, part in vectors.items():
+            torch.mm(weights.T, rows.pop(name), out=part)
+        return values, precision.unwhitened(vectors)
     return values, precision.solve(_transpose_products(jacobians, weights))
 
 
 def _transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:
     """Jᵀ U for U (nC, r), by a pass over the Jacobians."""
-    vectors = jacobians.linearization.layout.zeros(weights.shape[1], weights)
+    vectors = jacobians.linearization.zero_vectors(weights.shape[1])
     start = 0
     for jacobian in jacobians:
         n, K = jacobian.num_inputs, jacobian.num_rows

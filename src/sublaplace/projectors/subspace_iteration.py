@@ -53,7 +53,7 @@ def dominant_directions(
         shape = (jacobian.num_inputs, jacobian.num_rows, r)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
-    W = layout.zeros(r, like)
+    W = jacobians.linearization.zero_vectors(r)
     _add_products(jacobians, first, W)
     captured = 0.0
     for _ in range(_MOST_PASSES):

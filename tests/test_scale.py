@@ -222,9 +222,7 @@ def test_vectors_are_combined_and_orthonormalised_in_their_own_memory():
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"complement": "kfac"}, {"certified": True}, {"projector": "lowrank-ggn"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"complement": "kfac"}, {"certified": True}], ids=str)
 def test_a_projection_on_disk_gives_the_same_posterior(options, tmp_path):
     model, inputs = make("paper-cnn", 9)
     data = loader(inputs, labels(model, inputs), 4)

@@ -98,13 +98,13 @@ def logits(model: nn.Module, batch: Batch) -> Tensor:
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
-def adapted(seed: int, num_train: int, epochs: int) -> tuple[nn.Module, Batch]:
+def adapted(seed: int, num_base: int, num_train: int, epochs: int) -> tuple[nn.Module, Batch]:
     """A pre-trained model with trained adapters, and what they were trained on."""
     generator = np.random.default_rng(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         base = bert(num_labels=5)
-        train(base, sentences(list(TOPICS), 1000, generator), epochs=5, learning_rate=1e-3)
+        train(base, sentences(list(TOPICS), num_base, generator), epochs=5, learning_rate=1e-3)
         base.num_labels = 3
         base.classifier = nn.Linear(32, 3)
         model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"]))
@@ -117,9 +117,11 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def compared(seed: int, num_train: int = 100, num_test: int = 1000, epochs: int = 60) -> dict[str, dict[str, float]]:
+def compared(
+    seed: int, num_base: int = 1000, num_train: int = 100, num_test: int = 1000, epochs: int = 60
+) -> dict[str, dict[str, float]]:
     """The scores of the plain model and of its Laplace approximation on new sentences."""
-    model, data = adapted(seed, num_train, epochs)
+    model, data = adapted(seed, num_base, num_train, epochs)
     la = SubspaceLaplace(model, "classification", dim=100, prior_precision="marglik", labels_key="topic")
     la.fit(batches(data))
     print(f"{la.num_parameters:,} of {num_parameters(model):,} parameters, λ = {la.prior_precision:.2g}")

@@ -117,16 +117,17 @@ def draw(scores: Scores, path: Path) -> None:
         PLAIN: "entropy / nats",
         "subspace, entropy": "entropy / nats",
         "subspace, variance": "variance of the logits (log. axis)",
+        "subspace + KFAC outside, variance": "variance of the logits (log. axis)",
     }
-    figure = Figure(figsize=(12, 3.8), layout="constrained", dpi=150)
+    figure = Figure(figsize=(14, 3.8), layout="constrained", dpi=150)
     for ax, (name, unit) in zip(figure.subplots(1, len(chosen)), chosen.items(), strict=True):
         familiar, unfamiliar = (part.numpy() for part in scores[name])
         both = np.concatenate([familiar, unfamiliar])
         logarithmic = "log" in unit
         edges = np.geomspace(both.min(), both.max(), 41) if logarithmic else np.linspace(0, np.log(10), 41)
         for part, color, style, label in (
-            (familiar, BLUE, "-", "FashionMNIST (seen in training)"),
-            (unfamiliar, RED, "--", "MNIST (never seen)"),
+            (familiar, BLUE, "-", "new images of FashionMNIST (trained on)"),
+            (unfamiliar, RED, "--", "MNIST (nothing like it seen)"),
         ):
             ax.hist(part, edges, histtype="stepfilled", color=color, alpha=0.25)
             ax.hist(part, edges, histtype="step", color=color, linestyle=style, linewidth=1.8, label=label)

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv demo test format bench reproduce reproduce-smoke report clean distclean
+.PHONY: help venv demo examples test format bench reproduce reproduce-smoke report clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,11 @@ venv: $(VENV)/.stamp-test  ## create the virtual environment with everything the
 
 demo: $(VENV)/.stamp-demo  ## run the short demonstration
 	$(BIN)/python examples/demo.py
+
+examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn and unfamiliar inputs (several minutes)
+	$(BIN)/python examples/huggingface_lora.py
+	$(BIN)/python examples/sklearn_comparison.py
+	$(BIN)/python examples/out_of_distribution.py
 
 test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the tests
 	$(BIN)/ruff check .

@@ -9,26 +9,34 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document):
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md"])
+def pictures(document):
+    return [document.parent / path for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", document.read_text())]
+
+
+@pytest.mark.parametrize("document", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_code_in_the_documents_runs(document):
-    found = blocks(document)
-    assert found
     data = TensorDataset(torch.randn(60, 4), torch.randint(0, 3, (60,)))
     names = {
         "model": nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)),
         "train_loader": DataLoader(data, batch_size=20),
     }
     with torch.random.fork_rng():
-        for code in found:
+        for code in blocks(document):
             exec(code, names)
 
 
-def test_the_pictures_of_the_readme_exist():
-    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / path).stat().st_size > 10_000
+def test_pages_that_teach_have_code():
+    names = {page.name for page in PAGES if blocks(page)}
+    assert names >= {"README.md", "DESIGN.md", "huggingface.md", "out_of_distribution.md", "sklearn.md"}
+
+
+@pytest.mark.parametrize("document", [page for page in PAGES if pictures(page)], ids=lambda page: page.name)
+def test_the_pictures_of_the_documents_exist(document):
+    assert all(picture.stat().st_size > 10_000 for picture in pictures(document))

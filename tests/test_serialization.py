@@ -1,6 +1,7 @@
 """Posteriors on disk: what comes back is what was saved, and nothing else comes back."""
 
 import copy
+import pickle
 import random
 import zipfile
 
@@ -140,3 +141,17 @@ def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_
     assert "custom" in repr(loaded)
     with pytest.raises(RuntimeError, match="was a function"):
         loaded.fit(batches)
+
+
+@pytest.mark.parametrize(
+    ("projector", "complement"),
+    [("full", None), ("lowrank-kfac", None), ("lowrank-kfac", "kfac"), ("subset-diagonal", "diagonal")],
+)
+def test_a_pickled_or_copied_posterior_predicts_the_same(projector, complement):
+    model, inputs = make("paper-cnn", 8)
+    la = SubspaceLaplace(model, "classification", projector=projector, dim=4, complement=complement)
+    la.fit(loader(inputs, labels(model, inputs)))
+    for other in (pickle.loads(pickle.dumps(la)), copy.deepcopy(la)):
+        assert other.model is not model
+        assert torch.allclose(other(inputs), la(inputs), rtol=1e-12, atol=0)
+        assert torch.allclose(other.with_prior(3.0)(inputs), la.with_prior(3.0)(inputs), rtol=1e-12, atol=0)

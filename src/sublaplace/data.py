@@ -53,7 +53,10 @@ def split_batch(batch: Any) -> Batch:
     """A pair or triple (inputs, targets[, weights]), or a mapping with "labels" and perhaps "sample_weight"."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise ValueError(f"A batch that is a mapping needs the key 'labels'; it has {sorted(batch)}.")
+            raise ValueError(
+                f"A batch that is a mapping needs the key 'labels'; it has {sorted(batch)}. Where the labels have "
+                "another name, say so with SubspaceLaplace(…, labels_key=…)."
+            )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "sample_weight")}
         return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs))
     if isinstance(batch, tuple | list) and len(batch) in (2, 3) and isinstance(batch[1], Tensor):
@@ -81,11 +84,11 @@ def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:
 
 
 def input_batches(inputs: Any) -> Iterator[Any]:
-    """The inputs of a tensor or mapping (one batch), or of a loader with or without targets."""
-    if isinstance(inputs, Tensor | Mapping):
+    """The inputs of a tensor or mapping (one batch), or of a loader; without their targets, if there are any."""
+    if isinstance(inputs, Tensor):
         yield inputs
         return
-    for batch in inputs:
+    for batch in [inputs] if isinstance(inputs, Mapping) else inputs:
         labelled = "labels" in batch if isinstance(batch, Mapping) else _is_pair_or_weighted(batch)
         yield split_batch(batch).inputs if labelled else batch
 
@@ -120,6 +123,34 @@ def join(batches: list[Any]) -> Any:
             "Inputs of different shapes cannot be put into one batch; pad them to one shape or give "
             "subspace_inputs yourself."
         ) from error
+
+
+def with_labels_under(labels_key: str, data: Any) -> Any:
+    """A batch or a loader whose mappings hold their targets under `labels_key`, as one that has them under "labels".
+
+    What a mapping holds under "labels" besides is left out; tensors and tuples stay as they are.
+    """
+    if labels_key == "labels" or isinstance(data, Tensor):
+        return data
+    return _renamed(data, labels_key) if isinstance(data, Mapping) else Renamed(data, labels_key)
+
+
+def _renamed(batch: Any, labels_key: str) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    renamed = {key: value for key, value in batch.items() if key not in (labels_key, "labels")}
+    return renamed | {"labels": batch[labels_key]} if labels_key in batch else renamed
+
+
+class Renamed:
+    """A loader of mappings whose targets are under another key than "labels"; may be run through repeatedly."""
+
+    def __init__(self, loader: Iterable[Any], labels_key: str) -> None:
+        self._loader, self._labels_key = loader, labels_key
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield _renamed(batch, self._labels_key)
 
 
 class Chained:

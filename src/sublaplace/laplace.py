@@ -1,6 +1,5 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from sublaplace.arguments import (
 from sublaplace.certificate import Bounds, Certificate
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import reduced_ggn, reduced_ggn_and_product
-from sublaplace.data import Chained, checked_loader, input_batches
+from sublaplace.data import Chained, checked_loader, input_batches, with_labels_under
 from sublaplace.distributed import shared_out
 from sublaplace.fitting import Settings, Stage
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
@@ -73,6 +72,7 @@ class SubspaceLaplace:
             ``model(*x)`` for a tuple, and ``.logits`` of the result where there is such a thing.
         direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
             None: 1e-8, and 0 for float64 models.
+        labels_key: where a batch that is a mapping holds its targets; all else in it is given to the model.
         captured, max_dim: of dim="auto": the share, and the largest dimension (None: 500).
         perturbation: of subspace_inputs="perturbed".
         certified: make what `bounds` and `captured` need in the same pass as the posterior, with no direction dropped;
@@ -95,6 +95,7 @@ class SubspaceLaplace:
         *,
         sigma_noise: float | Sequence[float] | Tensor | str | None = None,
         forward: Callable[[nn.Module, Any], Tensor] | None = None,
+        labels_key: str = "labels",
         direction_tolerance: float | None = None,
         captured: float = 0.5,
         max_dim: int | None = None,
@@ -119,7 +120,7 @@ class SubspaceLaplace:
             dim=AUTO if isinstance(dim, str) and dim == AUTO else checked_dim(dim, 1 if complement is None else 0),
             # None: λ is tuned when fitting.
             prior_precision=None if prior_precision == "marglik" else checked_prior(prior_precision),
-            subspace_inputs=_checked_subspace_inputs(subspace_inputs),
+            subspace_inputs=_checked_subspace_inputs(subspace_inputs, labels_key),
             num_subspace_inputs=_optional_count(num_subspace_inputs, "num_subspace_inputs"),
             complement=complement,
             seed=seed,
@@ -132,6 +133,7 @@ class SubspaceLaplace:
         self._memory_budget = _optional_count(memory_budget, "memory_budget")
         self._scratch_folder = _checked_folder(scratch_folder, model)
         self._forward = call_model if forward is None else forward
+        self._labels_key = labels_key
         self._layout = ParameterLayout.of(model)
         self._posterior: Posterior | None = None
         self._certificate: Certificate | None = None
@@ -160,7 +162,7 @@ class SubspaceLaplace:
         it goes on from there, and ends with the same result. It needs a loader that does not shuffle, and is removed
         when the fit is done.
         """
-        loader = shared_out(checked_loader(train_loader))
+        loader = shared_out(self._checked_loader(train_loader))
         linearization = self._new_linearization()
         fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
         self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
@@ -168,6 +170,9 @@ class SubspaceLaplace:
         self._stages, self._kfac_trace_ratios = fitted.stages, fitted.kfac_trace_ratios
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
+
+    def _checked_loader(self, loader: Any) -> Iterable[Any]:
+        return with_labels_under(self._labels_key, checked_loader(loader))
 
     def _new_linearization(self) -> Linearization:
         linearization = Linearization(in_working_precision(self.model), self._forward)
@@ -213,7 +218,7 @@ class SubspaceLaplace:
             self._require_room_for_covariances(x)
             with linearization.borrowed():
                 return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
-        inputs = linearization.to_device(fitting.joined_inputs(x, "x"))
+        inputs = linearization.to_device(fitting.joined_inputs(with_labels_under(self._labels_key, x), "x"))
         rows = num_inputs(inputs) * self._fitted()[1].num_outputs
         require(
             2 * 8 * rows**2,
@@ -322,7 +327,7 @@ class SubspaceLaplace:
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
         with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
-            for inputs in input_batches(x):
+            for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
                     for jacobian in linearization.chunks(linearization.to_device(inputs)):
                         yield jacobian
@@ -451,7 +456,7 @@ class SubspaceLaplace:
                 raise ValueError("tune_noise=True goes with method='marglik'; validation data tune λ alone.")
             linearization = self._usable_linearization()
             with linearization.borrowed():
-                prior = best_prior_on(checked_loader(val_loader), posterior, survey, linearization, progress)
+                prior = best_prior_on(self._checked_loader(val_loader), posterior, survey, linearization, progress)
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
         if isinstance(survey.likelihood, Gaussian) and tune_noise:
@@ -503,7 +508,7 @@ class SubspaceLaplace:
                 "the first data alone. Fit again on all data."
             )
         linearization = self._usable_linearization()
-        loader = shared_out(checked_loader(loader))
+        loader = shared_out(self._checked_loader(loader))
         certificate = self._certificate
         with linearization.borrowed():
             added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
@@ -555,6 +560,7 @@ class SubspaceLaplace:
         model: nn.Module,
         forward: Callable[[nn.Module, Any], Tensor] | None = None,
         memory_budget: int | None = None,
+        labels_key: str = "labels",
     ) -> "SubspaceLaplace":
         """The posterior that `save` wrote, for the same model; tensors go to the model's device.
 
@@ -575,6 +581,7 @@ class SubspaceLaplace:
                 seed=description["seed"],
                 forward=forward,
                 memory_budget=memory_budget,
+                labels_key=labels_key,
                 direction_tolerance=description["direction_tolerance"],
             )
             la._survey = survey
@@ -599,9 +606,19 @@ class SubspaceLaplace:
         )
 
     def _with(self, posterior: Posterior, certificate: Certificate | None) -> "SubspaceLaplace":
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other._posterior, other._certificate = posterior, certificate
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: all but the linearization, which knows the modules of this very model."""
+        return self.__dict__ | {"_linearization": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._posterior is not None:
+            self._linearization = self._new_linearization()
 
     def _fitted(self) -> tuple[Posterior, Survey]:
         if self._posterior is None or self._survey is None:
@@ -671,10 +688,10 @@ def _checked_folder(folder: str | os.PathLike[str] | None, model: nn.Module) -> 
     return folder
 
 
-def _checked_subspace_inputs(inputs: Any) -> Any:
+def _checked_subspace_inputs(inputs: Any, labels_key: str) -> Any:
     if isinstance(inputs, str) and inputs != fitting.PERTURBED:
         raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, '{fitting.PERTURBED}' or None.")
-    return inputs
+    return inputs if inputs is None or isinstance(inputs, str) else with_labels_under(labels_key, inputs)
 
 
 def _optional_count(count: Any, name: str) -> int | None:

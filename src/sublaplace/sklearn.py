@@ -1,0 +1,291 @@
+"""Estimators for scikit-learn: a small network trained to its MAP, and the subspace Laplace approximation around it.
+
+``pip install 'sublaplace[sklearn]'``
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from sublaplace.arguments import checked_count, checked_noise, checked_positive, checked_prior
+from sublaplace.laplace import SubspaceLaplace
+from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
+from sublaplace.map_training import ACTIVATIONS, Hyperparameters, Schedule, Standardisation, mlp, train
+from sublaplace.projectors.context import Projector
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError(
+        "sublaplace.sklearn needs scikit-learn 1.6 or newer: pip install 'sublaplace[sklearn]'."
+    ) from error
+
+Floats = NDArray[np.floating[Any]]
+
+_DTYPES = (np.float64, np.float32)
+
+
+class _SubspaceLaplaceEstimator(BaseEstimator):
+    """What both estimators share: their parameters, the training, and the posterior `laplace_`."""
+
+    laplace_: SubspaceLaplace
+
+    def _fit(
+        self, inputs: Tensor, targets: Tensor, num_outputs: int, likelihood: Likelihood, given: Hyperparameters
+    ) -> None:
+        """Trains a network and fits `laplace_`, which takes inputs as they are and standardises them itself."""
+        schedule = Schedule(
+            epochs=checked_count(self.max_iter, "max_iter"),
+            batch_size=checked_count(self.batch_size, "batch_size"),
+            learning_rate=checked_positive(self.learning_rate, "learning_rate"),
+        )
+        seed = int(check_random_state(self.random_state).randint(2**31))
+        generator = torch.Generator().manual_seed(seed)
+        network = mlp(inputs, self._hidden_widths(), num_outputs, self._activation(), generator)
+        # Made before the training, so that a parameter it refuses costs no time.
+        self._laplace(network, likelihood, 1.0, seed)
+        training = train(network, likelihood, inputs, targets, given, schedule, generator)
+        network.eval()
+        self.loss_curve_ = training.objective
+        self.n_iter_ = len(training.objective)
+        self.prior_precision_ = training.prior_precision
+        with warnings.catch_warnings():
+            # `dim_` tells how many dimensions there are; small data have fewer than the default.
+            warnings.filterwarnings("ignore", message=r"dim=\d+ is above")
+            self.laplace_ = self._laplace(network, training.likelihood, training.prior_precision, seed)
+            self.laplace_.fit([(inputs, targets)])
+        self.dim_ = self.laplace_.dim
+
+    def _laplace(
+        self, network: torch.nn.Module, likelihood: Likelihood, prior_precision: float, seed: int
+    ) -> SubspaceLaplace:
+        return SubspaceLaplace(
+            network,
+            likelihood,
+            projector=self.projector,
+            dim=self.dim,
+            prior_precision=prior_precision,
+            complement=self.complement,
+            seed=seed,
+        )
+
+    def _prior(self) -> float | None:
+        return None if self.prior_precision == "marglik" else checked_prior(self.prior_precision)
+
+    def _hidden_widths(self) -> list[int]:
+        sizes = self.hidden_layer_sizes
+        widths = [sizes] if hasattr(sizes, "__index__") else list(sizes)
+        return [checked_count(width, "hidden_layer_sizes") for width in widths]
+
+    def _activation(self) -> type[torch.nn.Module]:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"Unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
+        return ACTIVATIONS[self.activation]
+
+    def _inputs(self, X: ArrayLike) -> Tensor:
+        """X (n, n_features) as a tensor of the network's dtype."""
+        check_is_fitted(self)
+        dtype = next(self.laplace_.model.parameters()).dtype
+        return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype)
+
+
+class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
+    """Regression by a small network, with the uncertainty of a subspace Laplace approximation.
+
+    Inputs and targets are standardised inside. The network is trained to θ̂, its MAP under the prior N(0, λ⁻¹ I) and
+    the noise σ, by Adam with weight decay λ/N. Predictions are N(f(x), Σ_P(x) + σ²), linearised at θ̂. Works in float32
+    where X is float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
+
+    Args:
+        hidden_layer_sizes: widths of the hidden layers.
+        activation: "tanh", "relu", "gelu" or "silu".
+        projector, dim, complement: the subspace, its dimension s and what is outside of it, as in `SubspaceLaplace`.
+            Of a `dim` above the rank the rank is used: see `dim_`.
+        prior_precision: λ > 0, or "marglik": tuned by the evidence while the network is trained.
+        noise_std: σ in the units of y, one number or one for each target; None: tuned by the evidence, one number for
+            all (standardised) targets.
+        learning_rate: of Adam at the start; it falls to zero along a cosine.
+        batch_size, max_iter: inputs a step, and passes over the data.
+        random_state: of the network's weights, the order of the data and the draw of subspace inputs.
+
+    Attributes:
+        laplace_: the fitted `SubspaceLaplace`: takes X as it is, gives standardised targets.
+        prior_precision_, noise_std_, dim_: λ, σ in the units of y, s, as used.
+        loss_curve_, n_iter_: the objective, mean −ln p(y|f) + λ/2N ‖θ‖² of standardised targets, after each pass.
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Sequence[int] | int = (50,),
+        activation: str = "tanh",
+        *,
+        projector: str | Projector = "lowrank-kfac",
+        dim: int | str = 100,
+        complement: str | None = None,
+        prior_precision: float | str = "marglik",
+        noise_std: float | Sequence[float] | None = None,
+        learning_rate: float = 0.01,
+        batch_size: int = 128,
+        max_iter: int = 200,
+        random_state: Any = None,
+    ) -> None:
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.projector = projector
+        self.dim = dim
+        self.complement = complement
+        self.prior_precision = prior_precision
+        self.noise_std = noise_std
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> "SubspaceLaplaceRegressor":
+        """Trains the network and fits the posterior. X is (n, n_features), y (n,) or (n, n_targets)."""
+        inputs, values = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True)
+        targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1))
+        standardise = Standardisation(targets)
+        self._target_mean = standardise.mean.numpy()
+        self._target_scale = standardise.scale.numpy()
+        self._one_target = values.ndim == 1
+        given = Hyperparameters(self._prior(), self._standardised_noise())
+        self._fit(torch.tensor(inputs), standardise(targets), targets.shape[1], Gaussian(), given)
+        noise_std = np.asarray(self.laplace_.noise_std) * self._target_scale
+        self.noise_std_ = float(noise_std[0]) if self._one_target else noise_std
+        return self
+
+    def _standardised_noise(self) -> float | tuple[float, ...] | None:
+        noise = checked_noise(self.noise_std)
+        if noise is None:
+            return None
+        stds = np.broadcast_to(noise, self._target_scale.shape) / self._target_scale
+        return tuple(stds.tolist()) if len(stds) > 1 else float(stds[0])
+
+    @overload
+    def predict(
+        self, X: ArrayLike, return_std: Literal[False] = False, return_cov: Literal[False] = False
+    ) -> Floats: ...
+    @overload
+    def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any: ...
+    def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any:
+        """The mean, and on demand the standard deviations or the joint covariance of new observations at X.
+
+        As of a `GaussianProcessRegressor` with a `WhiteKernel`, both hold the noise: std² = Σ_P(x) + σ². The model's
+        own share is std² − noise_std_². Shapes: mean and std as y, (n,) or (n, n_targets); the covariance (n, n) or
+        (n, n, n_targets). Cost: one pass; the joint covariance takes (n · n_targets)² numbers.
+        """
+        if return_std and return_cov:
+            raise ValueError("Ask for return_std or return_cov, not for both.")
+        inputs = self._inputs(X)
+        if not (return_std or return_cov):
+            with torch.no_grad():
+                return self._in_units_of_y(self.laplace_.model(inputs))
+        prediction = self.laplace_.predict(inputs)
+        mean = self._in_units_of_y(prediction.mean)
+        if return_std:
+            assert prediction.total is not None
+            std = prediction.total.diagonal(dim1=1, dim2=2).sqrt().numpy() * self._target_scale
+            return mean, self._shaped_as_y(std)
+        n, C = prediction.mean.shape
+        joint = self.laplace_.functional_covariance(inputs, joint=True).view(n, C, n, C)
+        covariance = joint.diagonal(dim1=1, dim2=3).numpy() * self._target_scale**2
+        covariance[np.arange(n), np.arange(n)] += np.asarray(self.noise_std_) ** 2
+        return mean, covariance[:, :, 0] if self._one_target else covariance
+
+    def _in_units_of_y(self, outputs: Tensor) -> Floats:
+        return self._shaped_as_y(outputs.numpy() * self._target_scale + self._target_mean)
+
+    def _shaped_as_y(self, columns: Floats) -> Floats:
+        return columns[:, 0] if self._one_target else columns
+
+
+class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
+    """Classification by a small network, with the probabilities of a subspace Laplace approximation.
+
+    Inputs are standardised inside. The network is trained to θ̂, its MAP under the prior N(0, λ⁻¹ I), by Adam with
+    weight decay λ/N. Probabilities average the softmax over the posterior of the logits. Works in float32 where X is
+    float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
+
+    Args:
+        link: how logits become probabilities, "probit", "mc" or "bridge".
+        All others: as of `SubspaceLaplaceRegressor`.
+
+    Attributes:
+        classes_: the labels, in the order of the columns of `predict_proba`.
+        laplace_: the fitted `SubspaceLaplace`: takes X as it is.
+        prior_precision_, dim_: λ and s, as used.
+        loss_curve_, n_iter_: the objective, mean −ln p(y|f) + λ/2N ‖θ‖², after each pass.
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Sequence[int] | int = (50,),
+        activation: str = "tanh",
+        *,
+        projector: str | Projector = "lowrank-kfac",
+        dim: int | str = 100,
+        complement: str | None = None,
+        prior_precision: float | str = "marglik",
+        link: str = "probit",
+        learning_rate: float = 0.01,
+        batch_size: int = 128,
+        max_iter: int = 200,
+        random_state: Any = None,
+    ) -> None:
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.projector = projector
+        self.dim = dim
+        self.complement = complement
+        self.prior_precision = prior_precision
+        self.link = link
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> "SubspaceLaplaceClassifier":
+        """Trains the network and fits the posterior. X is (n, n_features), y (n,) labels of any kind."""
+        inputs, values = validate_data(self, X, y, dtype=_DTYPES)
+        check_classification_targets(values)
+        self.classes_, labels = np.unique(values, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"A classifier needs at least two classes; y holds one class, {self.classes_[0]}.")
+        given = Hyperparameters(self._prior())
+        self._fit(torch.tensor(inputs), torch.tensor(labels), len(self.classes_), Categorical(), given)
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> Floats:
+        """The probability of each class: (n, n_classes), columns as `classes_`."""
+        inputs = self._inputs(X)
+        probabilities = self.laplace_.predict(inputs, link=self.link).probabilities
+        assert probabilities is not None
+        return probabilities.numpy()
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """The most probable class: (n,)."""
+        most_probable = self.predict_proba(X).argmax(1)
+        return self.classes_[most_probable]
+
+
+def log_predictive_density(estimator: SubspaceLaplaceRegressor, X: ArrayLike, y: ArrayLike) -> float:
+    """The mean of ln N(y | mean, std²) over X and the targets: a `scoring` for searches that counts the uncertainty.
+
+    R², the usual score, looks at the mean alone, which does not depend on s.
+    """
+    mean, std = estimator.predict(X, return_std=True)
+    return float(np.mean(-0.5 * ((np.asarray(y) - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)))

@@ -1,0 +1,48 @@
+"""The examples on tiny networks and few inputs."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import huggingface_lora
+import out_of_distribution
+import sklearn_comparison
+
+
+def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(capsys):
+    run = huggingface_lora.compared(seed=0, num_base=20, num_train=40, num_test=30, epochs=1)
+    # Rank 4 adapters of query and value (32 → 32) in two layers, and a head of 3 · 33.
+    assert f"{2 * 2 * 4 * (32 + 32) + 3 * 33:,} of" in capsys.readouterr().out
+    assert run["plain network"]["NLL"] != run["subspace Laplace"]["NLL"]
+    assert huggingface_lora.table([run, run]).count("± 0.000") == 2 * 4
+
+
+def test_the_comparison_with_gaussian_processes_has_all_methods():
+    found = sklearn_comparison.comparison(seeds=1, max_iter=3, num_train=30)
+    assert len(found) == 2 * 4
+    for data in ("diabetes", "digits"):
+        plain, subspace = (
+            next(runs[0] for (name, method), runs in found.items() if name == data and method.startswith(kind))
+            for kind in ("plain", "subspace")
+        )
+        assert plain["NLL"] != subspace["NLL"]
+    assert sklearn_comparison.markdown(found).count("\n| di") == 8
+
+
+def test_the_example_of_unfamiliar_images_scores_and_draws(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(40, 1, 28, 28, generator=generator)
+    data = TensorDataset(inputs, torch.arange(40) % 10)
+    network = out_of_distribution.trained_network(data, seed=0, epochs=1)
+    scores = out_of_distribution.all_scores(network, data, inputs[:10], 20 * inputs[10:25], dim=5)
+    assert {(len(familiar), len(unfamiliar)) for familiar, unfamiliar in scores.values()} == {(10, 15)}
+    familiar, unfamiliar = scores["subspace + KFAC outside, variance"]
+    assert unfamiliar.min() > familiar.max()  # twenty times as bright
+    out_of_distribution.draw(scores, tmp_path / "scores.png")
+    assert (tmp_path / "scores.png").stat().st_size > 10_000
+    assert out_of_distribution.table({"variance": [0.5, 1.0]}).endswith("| variance | 0.750 ± 0.250 |")
+    assert sum(parameter.numel() for parameter in network.parameters()) == 9_402

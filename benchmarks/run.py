@@ -46,11 +46,15 @@ AIMS = {
 
 # Cases whose Jacobians come from jacrev of a batch, at a batch that users usually have: network, ours beside them.
 USUAL_BATCH = 25
+USUAL_BATCH_INPUTS = 100
 USUAL_BATCH_CASES = {
     "laplace-torch/curvlinops/kfac-prediction": ("peers-cnn", "sublaplace/kfac-prediction"),
     "laplace-torch/asdl/kfac-prediction": ("peers-cnn", "sublaplace/kfac-prediction"),
     "authors/subspace-prediction": ("paper-cnn", "sublaplace/subspace-prediction"),
+    "authors/projector-and-posterior": ("paper-cnn", "sublaplace/projector-and-posterior"),
 }
+
+PROJECTOR_INPUTS = 1000  # N of the cases that build a projector, whose cost does not grow with N alone
 
 Measurement = dict[str, Any]
 Setting = tuple[str, str]  # network, weights
@@ -191,7 +195,7 @@ def report(
         f"- Versions: {versions}.",
         "- Disturbed means that other work took more than "
         f"{DISTURBANCE:.0%} of a core while a case was timed: such times are not to be trusted.",
-        f"- {inputs} FashionMNIST inputs, float32, {num_rounds} rounds over all cases, each case in a fresh process, "
+        f"- {inputs} FashionMNIST inputs ({PROJECTOR_INPUTS} where a projector is built), float32, {num_rounds} rounds over all cases, each case in a fresh process, "
         "repeated after a warm-up. Time ratios are taken round by round.",
         "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "
         "far as its result lives on.",
@@ -212,7 +216,7 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def share_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]]], inputs: int) -> list[str]:
+def share_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]]]) -> list[str]:
     """For every aim that is missed, what our time goes into, measured in a process of its own."""
     lines: list[str] = []
     for (network, weights), table in results.items():
@@ -226,7 +230,8 @@ def share_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]
             ratio = statistics.median(ratios(finished[ours], finished[fastest]))
             if ratio <= aim:
                 continue
-            command = [python, "shares.py", ours, f"--network={network}", f"--weights={weights}", f"--inputs={inputs}"]
+            count = finished[ours][0]["inputs"]
+            command = [python, "shares.py", ours, f"--network={network}", f"--weights={weights}", f"--inputs={count}"]
             process = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
             shares = json.loads(process.stdout.splitlines()[-1])
             if not lines:
@@ -245,29 +250,27 @@ def share_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]
     return lines
 
 
-def usual_batch_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]]]) -> list[str]:
-    """The peers whose cost grows with the batch, at a usual one, on two batches; ours from the run."""
+def usual_batch_lines(python: Path, cases: list[str]) -> list[str]:
+    """The peers whose cost grows with the batch, at a usual one, and ours beside them on the same inputs."""
     lines = [
         "",
-        f"## The same peers with batches of {USUAL_BATCH}, random weights",
+        f"## The same peers with batches of {USUAL_BATCH}, {USUAL_BATCH_INPUTS} inputs, random weights",
         "",
         "| peer | network | ms an input | peak memory, MB | ours, ms an input | time, ours / peer | memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for case, (network, our_case) in USUAL_BATCH_CASES.items():
-        ours = results[network, "random"].get(our_case)
-        if not ours or "error" in ours[-1]:
+        if case not in cases or our_case not in cases:
             continue
-        options = {"network": network, "inputs": 2 * USUAL_BATCH, "batch_size": USUAL_BATCH, "repetitions": 1}
-        one = measured(python, case, **options)
-        if "error" in one:
-            lines.append(f"| {case} | {network} | {short(one['error'])} | – | – | – | – |")
+        ours = measured(python, our_case, network=network, inputs=USUAL_BATCH_INPUTS)
+        one = measured(python, case, network=network, inputs=USUAL_BATCH_INPUTS, batch_size=USUAL_BATCH, repetitions=1)
+        if "error" in one or "error" in ours:
+            lines.append(f"| {case} | {network} | {short(one.get('error') or ours['error'])} | – | – | – | – |")
             continue
-        theirs, mine = statistics.median(milliseconds([one])), statistics.median(milliseconds(ours))
-        memory = statistics.median(part["peak_memory_mb"] for part in ours)
+        theirs, mine = (statistics.median(milliseconds([each])) for each in (one, ours))
         lines.append(
             f"| {case} | {network} | {theirs:.3g} | {one['peak_memory_mb']:.0f} | {mine:.3g} "
-            f"| {mine / theirs:.2g} | {memory / one['peak_memory_mb']:.2g} |"
+            f"| {mine / theirs:.2g} | {ours['peak_memory_mb'] / one['peak_memory_mb']:.2g} |"
         )
     return lines
 
@@ -299,15 +302,16 @@ def main() -> None:
                 rounds = results[network, weights][case]
                 if rounds and "error" in rounds[-1]:
                     continue
-                one = measured(python, case, network=network, weights=weights, inputs=arguments.inputs)
+                inputs = PROJECTOR_INPUTS if "projector" in case else arguments.inputs
+                one = measured(python, case, network=network, weights=weights, inputs=inputs)
                 rounds.append(one)
                 outcome = short(one["error"]) if "error" in one else spread(milliseconds([one])) + " ms an input"
                 print(f"round {number + 1}, {network}, {weights}, {case}: {outcome}", flush=True)
 
     text = report(about, results, arguments.inputs, arguments.rounds)
     if "random" in arguments.weights:
-        text += "\n".join(usual_batch_lines(python, results)) + "\n"
-    text += "".join(line + "\n" for line in share_lines(python, results, arguments.inputs))
+        text += "\n".join(usual_batch_lines(python, cases)) + "\n"
+    text += "".join(line + "\n" for line in share_lines(python, results))
     if arguments.roofline:
         text += "\n".join(roofline_lines([roofline(python, weights) for weights in arguments.weights])) + "\n"
     print(text)

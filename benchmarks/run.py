@@ -195,7 +195,8 @@ def report(
         f"- Versions: {versions}.",
         "- Disturbed means that other work took more than "
         f"{DISTURBANCE:.0%} of a core while a case was timed: such times are not to be trusted.",
-        f"- {inputs} FashionMNIST inputs ({PROJECTOR_INPUTS} where a projector is built), float32, {num_rounds} rounds over all cases, each case in a fresh process, "
+        f"- {inputs} FashionMNIST inputs ({PROJECTOR_INPUTS} where a projector is built), float32, {num_rounds} rounds "
+        "over all cases, each case in a fresh process, "
         "repeated after a warm-up. Time ratios are taken round by round.",
         "- Peak memory is what a case adds to the process after imports and data. Untimed setup counts only as "
         "far as its result lives on.",

@@ -145,6 +145,32 @@ def test_each_rank_reads_its_share_alone(tmp_path):
     assert not first & second
 
 
+class Mappings(Watched):
+    """Items that are mappings, with the labels under a key of their own."""
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return {"x": inputs, "kind": target}
+
+
+def fit_of_mappings():
+    model, inputs, targets = problem("mlp")
+    watched = Mappings(inputs, targets)
+    la = SubspaceLaplace(
+        model, "classification", dim=4, labels_key="kind", forward=lambda network, batch: network(batch["x"])
+    )
+    return la.fit(DataLoader(watched, batch_size=3)).functional_covariance({"x": inputs}), watched.read
+
+
+def test_mappings_with_labels_under_another_key_are_shared_out_as_well(tmp_path):
+    expected, everything = fit_of_mappings()
+    (first, read), (second, others) = on_ranks(2, tmp_path, fit_of_mappings)
+    assert torch.allclose(first, expected)
+    assert torch.allclose(second, expected)
+    assert read | others == everything
+    assert not read & others
+
+
 def fit_of_a_list():
     model, inputs, targets = problem("mlp")
     batches = list(zip(inputs.split(4), targets.split(4), strict=True))

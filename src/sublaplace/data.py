@@ -146,11 +146,15 @@ class Renamed:
     """A loader of mappings whose targets are under another key than "labels"; may be run through repeatedly."""
 
     def __init__(self, loader: Iterable[Any], labels_key: str) -> None:
-        self._loader, self._labels_key = loader, labels_key
+        self.loader, self._labels_key = loader, labels_key
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        for batch in self.loader:
             yield _renamed(batch, self._labels_key)
+
+    def of(self, loader: Iterable[Any]) -> "Renamed":
+        """The same for another loader."""
+        return Renamed(loader, self._labels_key)
 
 
 class Chained:

@@ -15,7 +15,7 @@ from torch import distributed as group
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from sublaplace.data import Chained, split_batch
+from sublaplace.data import Chained, Renamed, split_batch
 from sublaplace.jacobians.inputs import num_inputs
 
 Value = TypeVar("Value")
@@ -113,9 +113,11 @@ class Share:
                 "(bounds, captured, full_covariance) must be called by all ranks before it ends."
             )
         position = 0
-        if isinstance(self.loader, DataLoader) and isinstance(self.loader.batch_sampler, Iterable):
-            own = iter(_with_batches(self.loader, _EveryNth(self.loader.batch_sampler, self.ranks)))
-            for k, indices in enumerate(self.loader.batch_sampler):
+        data = _as_given(self.loader)
+        if isinstance(data, DataLoader) and isinstance(data.batch_sampler, Iterable):
+            share: Iterable[Any] = _with_batches(data, _EveryNth(data.batch_sampler, self.ranks))
+            own = iter(self.loader.of(share) if isinstance(self.loader, Renamed) else share)
+            for k, indices in enumerate(data.batch_sampler):
                 if k % self.ranks.size == self.ranks.rank:
                     yield position, next(own)
                 position += len(indices)
@@ -155,7 +157,8 @@ def shared_out(loader: Iterable[Any]) -> Iterable[Any]:
     ranks = Ranks.current()
     if ranks.size == 1:
         return loader
-    sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
+    data = _as_given(loader)
+    sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
             "The loader has a DistributedSampler, which repeats inputs to give every rank equally many. Give all ranks "
@@ -167,6 +170,11 @@ def shared_out(loader: Iterable[Any]) -> Iterable[Any]:
             "shuffle=False."
         )
     return Share(loader, ranks)
+
+
+def _as_given(loader: Iterable[Any]) -> Iterable[Any]:
+    """The user's own loader."""
+    return loader.loader if isinstance(loader, Renamed) else loader
 
 
 def ranks_of(loader: Iterable[Any]) -> Ranks:

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv demo examples test format bench reproduce reproduce-smoke report clean distclean
+.PHONY: help venv demo examples gallery docs test format bench reproduce reproduce-smoke report clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,13 @@ examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn
 	$(BIN)/python examples/huggingface_lora.py
 	$(BIN)/python examples/sklearn_comparison.py
 	$(BIN)/python examples/out_of_distribution.py
+
+gallery: $(VENV)/.stamp-test  ## draw the pictures of the gallery
+	for script in one_dimension two_moons rejected_predictions dead_parameters; do \
+		$(BIN)/python examples/gallery/$$script.py || exit 1; done
+
+docs: $(VENV)/.stamp-docs  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
 
 test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the tests
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What `mkdocs build` takes from outside of docs/: the report of the reproduction, and the gallery made from its scripts."""
+"""What `mkdocs build` takes from outside of docs/: the report of the reproduction, and pages made from scripts."""
 
 import ast
 from pathlib import Path

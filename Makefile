@@ -41,7 +41,7 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

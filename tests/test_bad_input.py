@@ -368,7 +368,7 @@ def test_a_setting_without_meaning_is_refused(options, exception, words):
         SubspaceLaplace(model, **options)
 
 
-@pytest.mark.parametrize("model", [None, torch.nn.functional.relu, "resnet"], ids=str)
+@pytest.mark.parametrize("model", [None, torch.nn.functional.relu, "resnet"], ids=lambda model: type(model).__name__)
 def test_a_model_that_is_no_module_is_refused(model):
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         SubspaceLaplace(model, "classification")

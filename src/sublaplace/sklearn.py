@@ -107,13 +107,15 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
     Args:
         hidden_layer_sizes: widths of the hidden layers.
         activation: "tanh", "relu", "gelu" or "silu".
-        projector, dim, complement: the subspace, its dimension s and what is outside of it, as in `SubspaceLaplace`.
-            Of a `dim` above the rank the rank is used: see `dim_`.
+        projector: the subspace, as in `SubspaceLaplace`.
+        dim: its dimension s; of one above the rank the rank is used, see `dim_`.
+        complement: what is outside of it.
         prior_precision: λ > 0, or "marglik": tuned by the evidence while the network is trained.
         noise_std: σ in the units of y, one number or one for each target; None: tuned by the evidence, one number for
             all (standardised) targets.
         learning_rate: of Adam at the start; it falls to zero along a cosine.
-        batch_size, max_iter: inputs a step, and passes over the data.
+        batch_size: inputs a step.
+        max_iter: passes over the data.
         random_state: of the network's weights, the order of the data and the draw of subspace inputs.
 
     Attributes:
@@ -220,9 +222,10 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
     weight decay λ/N. Probabilities average the softmax over the posterior of the logits. Works in float32 where X is
     float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
 
+    All other arguments are those of `SubspaceLaplaceRegressor`.
+
     Args:
         link: how logits become probabilities, "probit", "mc" or "bridge".
-        All others: as of `SubspaceLaplaceRegressor`.
 
     Attributes:
         classes_: the labels, in the order of the columns of `predict_proba`.

@@ -8,6 +8,7 @@ from torch import Tensor
 from sublaplace.jacobians import Block, Jacobians, OuterBlock, RowBlock
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.linalg import gram
+from sublaplace.memory import grouped
 from sublaplace.parts import Part
 
 _ROWS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
@@ -48,16 +49,8 @@ def _groups(parts: dict[str, Part], jacobians: Jacobians) -> list[list[str]]:
     """Parameters, in order, in groups whose blocks for all inputs fit into the memory budget together."""
     one = jacobians.linearization.jacobian(select(jacobians.inputs, slice(0, 1)))
     limit = jacobians.memory_budget // (num_inputs(jacobians.inputs) * jacobians.dtype.itemsize)
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name in parts:
-        size = _num_elements(_compact(one.blocks[name])) if name in one.blocks else 0
-        if groups[-1] and used + size > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    return groups
+    sizes = {name: _num_elements(_compact(one.blocks[name])) if name in one.blocks else 0 for name in parts}
+    return grouped(sizes, limit)
 
 
 def _compact(block: Block) -> Block:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 
 import torch
 
@@ -66,6 +67,19 @@ def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
     free = available_bytes(device)
     if free is not None and needed > free:
         raise MemoryError(f"{what} needs {readable(needed)}, but {readable(free)} are free on {device}. {remedy}")
+
+
+def grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names, in order, in groups whose sizes together are within the limit; one that is not has its own."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
 
 
 def readable(count: float) -> str:

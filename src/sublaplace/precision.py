@@ -17,6 +17,7 @@ from torch import Tensor
 from sublaplace.jacobians import Jacobian, Jacobians
 from sublaplace.joint import factored_joint_covariance
 from sublaplace.linalg import cholesky, gram
+from sublaplace.memory import grouped
 from sublaplace.parameters import ParameterLayout, Vectors
 from sublaplace.parts import DiagonalPart, Part, inner_products
 
@@ -167,15 +168,7 @@ def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: 
 def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[list[str]]:
     """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
     limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, size in layout.sizes.items():
-        if groups[-1] and used + size > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    return groups
+    return grouped(layout.sizes, limit)
 
 
 def _dense_rows(jacobians: Jacobians) -> Tensor:

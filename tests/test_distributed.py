@@ -88,7 +88,7 @@ def on_ranks(size, folder, work, *arguments):
     for process in processes:
         process.join()
     paths = [Path(folder) / f"{rank}.pt" for rank in range(size)]
-    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+    return [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in SETTINGS), ("lowrank-kfac", 4), ("full", 4)])

@@ -4,8 +4,7 @@ Forty points on both sides of a gap, and three answers to the question what lies
 posterior of a small network (s = 20 of 2,701 parameters), the full Laplace approximation of the same network,
 and a Gaussian process. The bands are mean ± 2 standard deviations, noise included.
 
-The subspace is built from inputs over the whole range, which need no labels: from training inputs alone it
-would hardly know the gap.
+The subspace is built from inputs over the whole range, which need no labels.
 """
 
 import numpy as np

@@ -18,7 +18,7 @@ from experiments.datasets import Dataset
 from experiments.networks import NETWORKS
 from experiments.recipes import Recipe
 
-WEIGHTS = Path(__file__).resolve().parent / ".cache" / "weights"
+WEIGHTS = Path(__file__).resolve().parent / "computed" / "weights"
 SECONDS_BETWEEN_CHECKPOINTS = 5.0
 
 

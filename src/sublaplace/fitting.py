@@ -36,8 +36,8 @@ from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import NoiseEstimate, Survey, survey_of
 
-PERTURBED = "perturbed"
-"""subspace_inputs: training inputs with noise."""
+PERTURBED, AUGMENTED = "perturbed", "augmented"
+"""subspace_inputs: training inputs with noise; training inputs, and the same with noise."""
 
 DEFAULT_MAX_DIM = 500
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
@@ -91,6 +91,7 @@ class Settings:
             "projector": self.projector_name,
             "dim": self.dim,
             "prior_precision": self.prior_precision,
+            "subspace_inputs": self.subspace_inputs if isinstance(self.subspace_inputs, str) else None,
             "num_subspace_inputs": self.num_subspace_inputs,
             "complement": self.complement,
             "seed": self.seed,
@@ -201,9 +202,7 @@ def _look_at(
 ) -> tuple[Survey, Any, str | None]:
     """The survey of the training data, X′, and with a checkpoint the data's fingerprint."""
     given = settings.subspace_inputs
-    perturbs = isinstance(given, str)
-    if perturbs:
-        given = None
+    variation, given = (given, None) if isinstance(given, str) else (None, given)
     if given is not None:
         given = linearization.to_device(joined_inputs(given, "subspace_inputs"))
     data = None if checkpoint is None else fingerprint(loader)
@@ -232,8 +231,9 @@ def _look_at(
                 "fingerprints": [data, fingerprint_of(given)],
             }
             checkpoint.write("survey", {}, numbers)
-    if perturbs and drawn is not None:
-        drawn = perturbed(drawn, settings.perturbation, settings.seed)
+    if variation is not None and drawn is not None:
+        noisy = perturbed(drawn, settings.perturbation, settings.seed)
+        drawn = noisy if variation == PERTURBED else paired(drawn, noisy)
     return survey, drawn if given is None else given, data
 
 
@@ -249,7 +249,9 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
     """Inputs plus Gaussian noise of `scale` times the standard deviation of every feature over them."""
     generator = torch.Generator().manual_seed(seed)
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
-        raise ValueError("subspace_inputs='perturbed' needs floating-point inputs; integers cannot be perturbed.")
+        raise ValueError(
+            f"subspace_inputs='{PERTURBED}' and '{AUGMENTED}' need floating-point inputs; integers cannot be perturbed."
+        )
 
     def noisy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -258,6 +260,12 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
         return leaf + scale * leaf.std(0, correction=0) * noise
 
     return tree_map(noisy, inputs)
+
+
+def paired(inputs: Any, others: Any) -> Any:
+    """Both, every input beside its other, so that a part of them holds both."""
+    count = num_inputs(inputs)
+    return select(join([inputs, others]), torch.arange(2 * count).view(2, count).T.flatten())
 
 
 def _split(inputs: Any) -> tuple[Any, Any]:

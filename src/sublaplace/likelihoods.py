@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from sublaplace.predictive import (
+    PROBIT_VARIANCE,
     Interval,
     Prediction,
     mean_sigmoid,
@@ -40,6 +41,10 @@ class Likelihood(Protocol):
 
         Kept apart, so that they can change without a pass over data.
         """
+
+    @property
+    def noise_variances(self) -> tuple[float, ...]:
+        """The variance that predictions have beside that of the outputs, one for all or one for each of them."""
 
     def cotangents(self, outputs: Tensor) -> Tensor:
         """The columns of R as rows: (n, K, C), most important first."""
@@ -92,6 +97,10 @@ class Gaussian:
     @property
     def curvature_scales(self) -> tuple[float, ...]:
         return tuple(std**-2 for std in self.stds)
+
+    @property
+    def noise_variances(self) -> tuple[float, ...]:
+        return tuple(std**2 for std in self.stds)
 
     def with_noise(self, noise_std: Noise) -> "Gaussian":
         return replace(self, noise_std=noise_std)
@@ -220,6 +229,10 @@ class Categorical:
     def curvature_scales(self) -> tuple[float, ...]:
         return (1.0,)
 
+    @property
+    def noise_variances(self) -> tuple[float, ...]:
+        return (PROBIT_VARIANCE,)
+
     def cotangents(self, outputs: Tensor) -> Tensor:
         """√e_k times the k-th eigenvector of H, descending; beyond C = 64 the columns of diag √φ − φ√φᵀ.
 
@@ -310,6 +323,10 @@ class Bernoulli:
     @property
     def curvature_scales(self) -> tuple[float, ...]:
         return (1.0,)
+
+    @property
+    def noise_variances(self) -> tuple[float, ...]:
+        return (PROBIT_VARIANCE,)
 
     def cotangents(self, outputs: Tensor) -> Tensor:
         """√(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""

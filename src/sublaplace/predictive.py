@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 LINKS = ("probit", "mc", "bridge")
+PROBIT_VARIANCE = 8 / pi
+"""Of the Gaussian error whose distribution function resembles the sigmoid: probit divides f by √(1 + Σ / this)."""
 
 
 @dataclass(frozen=True)

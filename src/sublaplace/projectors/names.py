@@ -7,6 +7,7 @@ from sublaplace.matrix_free import MatrixFreePrecision
 from sublaplace.precision import isotropic_precision
 from sublaplace.projection import Projection, Subset
 from sublaplace.projectors.context import Projector, ProjectorContext
+from sublaplace.projectors.correction import correction
 from sublaplace.projectors.low_rank import low_rank, refined
 from sublaplace.projectors.subset import diagonal_variances, largest, last_layer
 from sublaplace.projectors.swag import swag_variances
@@ -25,6 +26,11 @@ def _exact(context: ProjectorContext) -> Projection:
     matrix_free = MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3)
     start = low_rank(context.subspace_jacobians, context.kfac(), context.dim)
     return refined(context.subspace_jacobians, matrix_free, start)
+
+
+def _correction(context: ProjectorContext) -> Projection:
+    noise = context.stream.likelihood.noise_variances
+    return correction(context.subspace_jacobians, context.exact(), context.kfac(), noise, context.dim)
 
 
 def _magnitude(context: ProjectorContext) -> Subset:
@@ -49,6 +55,7 @@ PROJECTORS: dict[str, Projector] = {
     "lowrank-diagonal": lambda c: low_rank(c.subspace_jacobians, c.diagonal(), c.dim),
     "lowrank-isotropic": _isotropic,
     "lowrank-ggn": _exact,
+    "lowrank-correction": _correction,
     "subset-magnitude": _magnitude,
     "subset-diagonal": lambda c: largest(c.linearization, diagonal_variances(c.diagonal()), c.dim),
     "subset-swag": _swag,

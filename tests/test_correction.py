@@ -1,0 +1,103 @@
+"""The subspace of what KFAC gets wrong: against brute force in float64 on every network."""
+
+from math import pi
+
+import pytest
+import torch
+from dense_reference import dense_jacobian
+from networks import NETWORKS, make
+from scipy.linalg import eigh
+from test_complement import KINDS, NOISE, Problem, close, dense_outside
+from test_laplace import labels, loader
+
+from sublaplace import SubspaceLaplace, low_rank
+from sublaplace.jacobians.inputs import num_inputs, select
+
+DIM = 5
+
+
+class Corrected(Problem):
+    """Beside the dense matrices, Σ and KFAC's Σ_K of the first training inputs."""
+
+    def __init__(self, name, kind):
+        super().__init__(name, kind)
+        self.chosen = select(self.training, slice(0, 4))
+        self.rows = dense_jacobian(self.model, self.chosen)
+        self.exact = self.rows @ torch.linalg.solve(self.precision, self.rows.T)
+        self.kfac = self.rows @ dense_outside(self, "kfac") @ self.rows.T
+        self.noise = NOISE**2 if kind == "regression" else 8 / pi
+
+    def fit(self, **options):
+        return super().fit(**{"subspace_inputs": self.chosen, "complement": "kfac", **options})
+
+    def mistakes(self):
+        """The divergences along the generalised eigenvectors, descending, and these."""
+        noise = self.noise * torch.eye(len(self.exact)).double()
+        ratios, vectors = eigh((self.kfac + noise).numpy(), (self.exact + noise).numpy())
+        ratios, vectors = torch.from_numpy(ratios), torch.from_numpy(vectors)
+        divergences = (1 / ratios - 1 + ratios.log()) / 2
+        order = divergences.argsort(descending=True)
+        return divergences[order], vectors[:, order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_subspace_is_that_of_the_directions_with_the_largest_divergences(name, kind):
+    problem = Corrected(name, kind)
+    divergences, vectors = problem.mistakes()
+    dim = next(s for s in range(DIM, 0, -1) if divergences[s - 1] > 1.01 * divergences[s] and divergences[s - 1] > 1e-6)
+    Q = problem.fit(projector="lowrank-correction", dim=dim).projection.double()
+    P = torch.linalg.solve(problem.precision, problem.rows.T @ vectors[:, :dim])
+    expected, _ = torch.linalg.qr(P)
+    assert close(Q @ Q.T, expected @ expected.T, 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_posterior_is_exact_along_these_directions(name, kind):
+    problem = Corrected(name, kind)
+    _, vectors = problem.mistakes()
+    la = problem.fit(projector="lowrank-correction", dim=3)
+    corrected = la.functional_covariance(problem.chosen, joint=True).double()
+    assert close(corrected @ vectors[:, :3], problem.exact @ vectors[:, :3])
+    assert not close(problem.kfac @ vectors[:, :3], problem.exact @ vectors[:, :3], 1e-3)
+
+
+def test_with_all_directions_the_subspace_inputs_have_the_exact_covariance():
+    problem = Corrected("mlp", "regression")
+    with pytest.warns(UserWarning, match="above the numerical rank"):
+        la = problem.fit(projector="lowrank-correction", dim=200)
+    assert close(la.functional_covariance(problem.chosen, joint=True).double(), problem.exact)
+
+
+def test_where_kfac_is_right_the_variance_decides():
+    # KFAC of a single layer is exact in regression, so that no direction is mistaken.
+    torch.manual_seed(0)
+    inputs = torch.randn(30, 4, dtype=torch.float64)
+    model = torch.nn.Linear(4, 1, bias=False).double()
+    options = {"noise_std": 0.5, "prior_precision": 1.0, "dim": 3, "complement": "kfac"}
+    batches = loader(inputs, model(inputs).detach() + torch.randn(30, 1).double(), 10)
+    la = SubspaceLaplace(model, "regression", projector="lowrank-correction", **options).fit(batches)
+    full = SubspaceLaplace(model, "regression", projector="full", noise_std=0.5, prior_precision=1.0).fit(batches)
+    assert la.dim == 3
+    assert close(la.functional_covariance(inputs), full.functional_covariance(inputs))
+
+
+def test_augmented_inputs_are_training_inputs_beside_the_same_with_noise():
+    model, inputs = make("mlp", 12, torch.float64)
+    batches = loader(inputs, labels(model, inputs), 5)
+    seen = {}
+
+    def spy(context):
+        seen["inputs"] = context.subspace_jacobians.inputs
+        return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
+
+    options = {"projector": spy, "dim": 3, "num_subspace_inputs": 6}
+    SubspaceLaplace(model, "classification", **options).fit(batches)
+    plain = seen["inputs"]
+    SubspaceLaplace(model, "classification", subspace_inputs="perturbed", **options).fit(batches)
+    noisy = seen["inputs"]
+    SubspaceLaplace(model, "classification", subspace_inputs="augmented", **options).fit(batches)
+    assert num_inputs(seen["inputs"]) == 12
+    assert torch.equal(seen["inputs"][::2], plain)
+    assert torch.equal(seen["inputs"][1::2], noisy)

@@ -1,4 +1,4 @@
-"""The command line of the experiments: ``python -m experiments list | train | run | beyond | scale | report``."""
+"""The command line of the experiments: ``python -m experiments list | train | run | scale | report``."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from experiments.networks import NETWORKS, num_parameters
 from experiments.recipes import RECIPES
 from experiments.training import WEIGHTS, held_out, is_trained, trained_network
 
-CACHE = WEIGHTS.parent
+COMPUTED = WEIGHTS.parent
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "results.csv"
 
 
@@ -48,11 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--results", type=Path, default=RESULTS)
     run.add_argument("--smoke", action="store_true", help="tiny cuts of two data sets, into a temporary file")
     run.set_defaults(command=_run)
-
-    beyond = commands.add_parser("beyond", help="KFAC outside of the subspace, after `run`")
-    _add_what(beyond, nargs="+")
-    beyond.add_argument("--results", type=Path, default=RESULTS)
-    beyond.set_defaults(command=_beyond)
 
     scale = commands.add_parser("scale", help="seconds and memory of large networks; give --threads before it")
     scale.add_argument("case", nargs="*", help="of results/scale.csv; all if none is named")
@@ -120,15 +115,7 @@ def _run(options: argparse.Namespace) -> None:
     for name in _checked_names(options):
         corruptions = runs.corruptions_of(RECIPES[name])
         results = Results(options.results)
-        runs.run(RECIPES[name], datasets.load(name), _seeds(options), results, CACHE, corruptions)
-
-
-def _beyond(options: argparse.Namespace) -> None:
-    from experiments import beyond
-    from experiments.results import Results
-
-    for name in _checked_names(options):
-        beyond.run(RECIPES[name], datasets.load(name), _seeds(options), Results(options.results), CACHE)
+        runs.run(RECIPES[name], datasets.load(name), _seeds(options), results, COMPUTED, corruptions)
 
 
 def _scale(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import copy
 import ctypes
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +19,10 @@ from experiments.datasets import Dataset
 from experiments.recipes import Recipe
 from sublaplace import (
     PROJECTORS,
+    Basis,
     BlockPrecision,
     Categorical,
+    ComplementedPosterior,
     DensePrecision,
     DualPrecision,
     Gaussian,
@@ -31,13 +33,30 @@ from sublaplace import (
     SubspacePosterior,
     low_rank,
 )
-from sublaplace.curvature import CurvatureStream, reduced_ggn
+from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
+from sublaplace.fitting import paired, perturbed
+from sublaplace.posterior import Posterior
 from sublaplace.projection import Projection
+from sublaplace.projectors.correction import correction
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
 
-FEASIBLE = tuple(name for name in PROJECTORS if name != "lowrank-ggn")
+NEEDS_EXACT = ("lowrank-ggn", "lowrank-correction")
+FEASIBLE = tuple(name for name in PROJECTORS if name not in NEEDS_EXACT)
 """The projectors that do without the exact GGN."""
+
+COMPLEMENT = "kfac"
+COMPLEMENTED = (
+    ("lowrank-kfac", "train"),
+    ("lowrank-isotropic", "train"),
+    ("lowrank-ggn", "train"),
+    ("lowrank-ggn", "perturbed"),
+    ("lowrank-correction", "augmented"),
+)
+"""Subspaces that have KFAC outside: projectors and the inputs that they are built from. The first is the paper's, the
+others are candidates for the best one; none needs labels of new data, or the inputs that it is judged on."""
+
+PERTURBATION = 0.1  # of the standard deviation of each feature
 
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
 DIRECTION_TOLERANCE = 1e-8  # share of the output Hessians' trace that may be dropped, also in float64
@@ -185,6 +204,34 @@ def reduced_posterior(problem: Problem, projection: Projection) -> SubspacePoste
     )
 
 
+def complemented_projection(problem: Problem, name: str, inputs: str, dim: int, exact: Exact | None) -> Projection:
+    """P of one of `COMPLEMENTED`, from nothing that was computed before but the exact Λ, where it is needed."""
+    context = replace(problem.context, dim=dim, known={})
+    jacobians = context.subspace_jacobians
+    if inputs != "train":
+        noisy = perturbed(jacobians.inputs, PERTURBATION, context.seed)
+        jacobians = replace(jacobians, inputs=noisy if inputs == "perturbed" else paired(jacobians.inputs, noisy))
+    with expected_ranks():
+        if name not in NEEDS_EXACT:
+            return PROJECTORS[name](replace(context, subspace_jacobians=jacobians))
+        assert exact is not None
+        if name == "lowrank-ggn":
+            return low_rank(jacobians, exact, dim)
+        return correction(jacobians, exact, context.kfac(), context.stream.likelihood.noise_variances, dim)
+
+
+def complemented_posterior(problem: Problem, projection: Projection) -> ComplementedPosterior:
+    """The posterior that is exact in the span of P and KFAC outside: two passes over the training data."""
+    context = replace(problem.context, known={})
+    if isinstance(projection, Basis):
+        projection = replace(projection, vectors={n: part.to(problem.dtype) for n, part in projection.vectors.items()})
+    curvatures, product = reduced_ggn_and_product(context.stream, projection)
+    scales = context.stream.likelihood.curvature_scales
+    inside = SubspacePosterior(projection, curvatures, projection.gram(), scales, context.prior_precision)
+    scaled = {name: part * context.stream.scale for name, part in product.items()}
+    return ComplementedPosterior.of(inside, context.kfac(), scaled)
+
+
 def exact_posterior(problem: Problem) -> Exact:
     """The full Laplace approximation, factorised."""
     exact = problem.context.exact()
@@ -200,6 +247,10 @@ def kfac_posterior(problem: Problem) -> BlockPrecision:
 # Sweeps over s --------------------------------------------------------------------------------------------------------
 
 
+UnderPriors = Callable[[Jacobian], Iterator[tuple[tuple[int, float], Tensor]]]
+"""From a Jacobian to pairs of (s, λ) and the covariance of every input."""
+
+
 class Sweep(Protocol):
     """Covariances of outputs for every one of `dims`, in float64, from one product with the Jacobian."""
 
@@ -211,6 +262,9 @@ class Sweep(Protocol):
 
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         """For each s the covariance over all inputs together: (nC, nC)."""
+
+    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+        """For each of some s and each λ the covariance of every input, P as it is: (n, C, C)."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +280,19 @@ class SubspaceSweep:
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         return self._cumulative(torch.cat([self.posterior.whitened(part).flatten(0, 1) for part in jacobians]))
 
+    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+        largest_posterior = self.posterior.truncated(max(dims))
+        factors = {prior: largest_posterior.with_prior(prior).factor for prior in priors}
+
+        def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[int, float], Tensor]]:
+            rows = largest_posterior.projection.apply(jacobian).double()
+            for prior, factor in factors.items():
+                W = torch.linalg.solve_triangular(factor, rows.flatten(0, 1).T, upper=False).T.view_as(rows)
+                for s in dims:
+                    yield (s, prior), W[..., :s] @ W[..., :s].transpose(1, 2)
+
+        return covariances
+
     def _cumulative(self, W: Tensor) -> Iterator[Tensor]:
         total, start = torch.zeros((), dtype=W.dtype), 0
         for s in self.dims:
@@ -233,6 +300,26 @@ class SubspaceSweep:
             total = total + part @ part.transpose(-1, -2)
             start = s
             yield total
+
+
+@dataclass(frozen=True)
+class ComplementSweep:
+    """A posterior that is exact in the leading s dimensions and KFAC in all others, for each s."""
+
+    posterior: ComplementedPosterior
+    dims: list[int]
+
+    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        for s in self.dims:
+            yield self.posterior.truncated(s).covariance(jacobian).double()
+
+    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
+        for s in self.dims:
+            yield self.posterior.truncated(s).joint_covariance(jacobians)
+
+    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+        posteriors = {(s, prior): self.posterior.truncated(s).with_prior(prior) for s in dims for prior in priors}
+        return _covariances_of(posteriors)
 
 
 @dataclass(frozen=True)
@@ -248,6 +335,9 @@ class WholeSweep:
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         yield self.posterior.joint_covariance(jacobians)
 
+    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+        return _covariances_of({(s, prior): self.posterior.with_prior(prior) for s in dims for prior in priors})
+
 
 @dataclass(frozen=True)
 class CertainSweep:
@@ -261,6 +351,17 @@ class CertainSweep:
 
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         yield torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64)
+
+    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+        raise ValueError("The plain network has no λ.")
+
+
+def _covariances_of(posteriors: Mapping[tuple[int, float], Posterior]) -> UnderPriors:
+    def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[int, float], Tensor]]:
+        for key, posterior in posteriors.items():
+            yield key, posterior.covariance(jacobian).double()
+
+    return covariances
 
 
 def capped(dims: list[int], rank: int) -> list[int]:

@@ -35,6 +35,10 @@ class TrainingRecipe:
         return self.learning_rate * factor
 
 
+COMPARED_DIMS = (100, 400)
+"""s at which all methods are compared, those with KFAC outside of the subspace among them."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """All settings of one data set.
@@ -60,8 +64,9 @@ class Recipe:
     maps_sensitivity: bool = False  # the sensitivity of every parameter is kept for a heat map
 
     def dims(self, projector: str) -> list[int]:
-        """The subspace dimensions s, ascending: a grid of ten, and what this data set adds."""
+        """The subspace dimensions s, ascending: a grid of ten, those compared, and what this data set adds."""
         grid = {int(s) for s in np.linspace(10, self.largest_dim, 10)} | set(self.small_dims)
+        grid |= {s for s in COMPARED_DIMS if s < self.largest_dim}
         return sorted(grid | set(self.large_subset_dims) if projector.startswith("subset") else grid)
 
     def training_fingerprint(self) -> str:

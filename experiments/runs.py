@@ -8,18 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from experiments.datasets import Dataset, image_pixels, image_tensor, load
 from experiments.methods import (
+    COMPLEMENT,
+    COMPLEMENTED,
     FEASIBLE,
+    NEEDS_EXACT,
     CertainSweep,
+    ComplementSweep,
     Cost,
     Exact,
     Problem,
@@ -27,6 +29,8 @@ from experiments.methods import (
     Sweep,
     WholeSweep,
     capped,
+    complemented_posterior,
+    complemented_projection,
     drawn,
     exact_posterior,
     feasible_projection,
@@ -36,11 +40,21 @@ from experiments.methods import (
     outputs_of,
     reduced_posterior,
 )
-from experiments.recipes import RECIPES, Recipe
+from experiments.recipes import COMPARED_DIMS, RECIPES, Recipe
 from experiments.results import Job, Results, Row
+from experiments.scores import (
+    Scores,
+    TestSet,
+    approximation_scores,
+    best_temperature,
+    classification_scores,
+    mixture_scores,
+    own_prior_scores,
+    predictive_scores,
+)
+from experiments.sensitivity import HEAT_MAP_SHAPE, keep_heat_map, sensitivities
 from experiments.training import held_out, trained_network
-from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior, metrics
-from sublaplace.predictive import probit
+from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior
 
 # Names beside those of the library's projectors.
 OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
@@ -51,20 +65,15 @@ CORRUPTED_DIM = 100  # s on corrupted test sets
 CORRUPTION_SEED = 0  # the corrupted images are one data set, the same for every network
 ENSEMBLE_SIZE = 5
 DEAD_PARAMETER_INPUTS = 1000
-HEAT_MAP_SHAPE = (64, 512)  # test inputs × groups of parameters
-
-Scores = dict[str, float]
-
-
-@dataclass(frozen=True)
-class TestSet:
-    """Test data under the name that its results have."""
-
-    __test__ = False  # the name is not that of a test class
-
-    name: str
-    inputs: Tensor
-    targets: Tensor
+OWN_PRIOR = (
+    (KFAC, ""),
+    ("lowrank-kfac", ""),
+    (OPTIMUM, ""),
+    ("lowrank-kfac", COMPLEMENT),
+    ("lowrank-correction", COMPLEMENT),
+)
+"""Projectors and complements that are also judged at their own λ."""
+PRIOR_FACTORS = [10 ** (k / 2) for k in range(-4, 5)]  # of the paper's λ
 
 
 def test_sets(dataset: Dataset, corruptions: Sequence[str]) -> list[TestSet]:
@@ -85,17 +94,17 @@ def run(
     dataset: Dataset,
     seeds: Sequence[int],
     results: Results,
-    cache: Path,
+    computed: Path,
     corruptions: Sequence[str] = (),
 ) -> None:
     """All jobs of a data set that are not in the results yet; networks are trained where they are missing."""
     sets = test_sets(dataset, corruptions)
     for seed in seeds:
-        network = trained_network(recipe, dataset, seed, cache / "weights")
+        network = trained_network(recipe, dataset, seed, computed / "weights")
         problem = Problem(recipe, dataset, network, seed).to(recipe.dtype)
-        SeedRun(problem, sets, results, cache).run()
+        SeedRun(problem, sets, results, computed).run()
     if len(seeds) >= ENSEMBLE_SIZE:
-        networks = [trained_network(recipe, dataset, seed, cache / "weights") for seed in seeds[:ENSEMBLE_SIZE]]
+        networks = [trained_network(recipe, dataset, seed, computed / "weights") for seed in seeds[:ENSEMBLE_SIZE]]
         _run_ensemble(recipe, dataset, networks, sets, results)
 
 
@@ -108,13 +117,13 @@ def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
     return MNIST_C
 
 
-def smoke(results: Results, cache: Path) -> int:
+def smoke(results: Results, computed: Path) -> int:
     """One tiny configuration of each kind, regression and (corrupted) classification; the number of results."""
     enb, mnist = RECIPES["enb"], RECIPES["mnist"]
     tiny_enb = replace(enb, training=replace(enb.training, epochs=20), num_inputs=10, largest_dim=20, swag_snapshots=2)
-    run(tiny_enb, load("enb").cut(40, 20), range(ENSEMBLE_SIZE), results, cache)
+    run(tiny_enb, load("enb").cut(40, 20), range(ENSEMBLE_SIZE), results, computed)
     tiny = replace(mnist, training=replace(mnist.training, epochs=1), num_inputs=4, largest_dim=30, swag_snapshots=2)
-    run(tiny, load("mnist").cut(36, 12), [0], results, cache, corruptions_of(mnist)[:1])
+    run(tiny, load("mnist").cut(36, 12), [0], results, computed, corruptions_of(mnist)[:1])
     return len(results.rows())
 
 
@@ -133,7 +142,7 @@ class SeedRun:
     problem: Problem
     test_sets: list[TestSet]
     results: Results
-    cache: Path
+    computed: Path
 
     @property
     def recipe(self) -> Recipe:
@@ -152,11 +161,15 @@ class SeedRun:
         main, *corrupted = (test_set.name for test_set in self.test_sets)
         plain = (KFAC, MAP) if self.problem.noise_std is not None else (KFAC, MAP, TEMPERATURE)
         jobs = [self._job(main, name) for name in (*EXACT, *FEASIBLE, *plain)]
+        jobs += [self._complemented_job(name, inputs) for name, inputs in COMPLEMENTED]
         return jobs + [self._job(name, method) for name in corrupted for method in (FULL, *FEASIBLE, *plain)]
 
     def _job(self, dataset: str, name: str) -> Job:
         inputs = "test" if name == OPTIMUM else "train" if name.startswith("lowrank") else ""
         return Job(dataset, self.problem.seed, name, inputs)
+
+    def _complemented_job(self, name: str, inputs: str) -> Job:
+        return Job(self.test_sets[0].name, self.problem.seed, name, inputs, COMPLEMENT)
 
     # With the exact GGN
 
@@ -165,7 +178,8 @@ class SeedRun:
         wanted = [name for name in EXACT if todo.has(self._job(main.name, name))]
         missing = [s for s in self.test_sets if todo.on(s.name) and self.reference(s) is None]
         traces = [s for s in corrupted if todo.has(self._job(s.name, FULL))]
-        if not (wanted or missing or traces):
+        complemented = self._complemented_left(todo, needs_exact=True)
+        if not (wanted or missing or traces or complemented):
             return
         problem = self.problem.to(torch.float64)
         todo.say("exact GGN")
@@ -177,10 +191,12 @@ class SeedRun:
         for name in wanted:
             todo.say(name)
             if name == FULL:
-                self._finish(todo, name, main, problem, whole, cost)
+                self._finish(todo, self._job(main.name, name), main, problem, whole, cost)
             else:
                 inputs = self.draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
                 self._low_rank_job(todo, name, main, problem, exact, problem.jacobians(inputs), cost)
+        for name, inputs_of_p in complemented:
+            self._complement(todo, name, inputs_of_p, problem, exact, cost)
         for test_set in traces:
             scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
             self._write(todo, {self._job(test_set.name, FULL): scores}, cost, _precision_note(problem))
@@ -200,10 +216,29 @@ class SeedRun:
         projection, cost = measured(lambda: optimal_projection(exact, jacobians, max(dims)))
         posterior, fit = measured(lambda: reduced_posterior(problem, projection))
         sweep = _sweep_of(name, posterior, dims)
-        self._finish(todo, name, test_set, problem, sweep, cost_of_exact.then(cost), fit)
+        self._finish(todo, self._job(test_set.name, name), test_set, problem, sweep, cost_of_exact.then(cost), fit)
+
+    def _complemented_left(self, todo: "_Todo", needs_exact: bool) -> list[tuple[str, str]]:
+        return [
+            (name, inputs)
+            for name, inputs in COMPLEMENTED
+            if (name in NEEDS_EXACT) == needs_exact and todo.has(self._complemented_job(name, inputs))
+        ]
+
+    def _complement(
+        self, todo: "_Todo", name: str, inputs: str, problem: Problem, exact: Exact | None, cost_of_exact: Cost | None
+    ) -> None:
+        """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
+        todo.say(f"{name} from {inputs} inputs, {COMPLEMENT} outside")
+        dim = max(COMPARED_DIMS)
+        projection, cost = measured(lambda: complemented_projection(problem, name, inputs, dim, exact))
+        posterior, fit = measured(lambda: complemented_posterior(self.problem, projection))
+        sweep = ComplementSweep(posterior, capped(list(COMPARED_DIMS), posterior.dim))
+        cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
+        self._finish(todo, self._complemented_job(name, inputs), self.test_sets[0], self.problem, sweep, cost, fit)
 
     def _reference_path(self, test_set: TestSet) -> Path:
-        return self.cache / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
+        return self.computed / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
 
     def _reference_facts(self) -> dict[str, str]:
         facts = (self.recipe.training_fingerprint(), self.recipe.prior_precision, self.recipe.num_inputs)
@@ -233,16 +268,19 @@ class SeedRun:
                 dims = self.recipe.dims(name)
                 posterior, cost, fit = self._fitted(name, max(dims))
                 sweep = _sweep_of(name, posterior, dims)
-                self._finish(todo, name, main, self.problem, sweep, cost, fit)
+                self._finish(todo, self._job(main.name, name), main, self.problem, sweep, cost, fit)
+        for name, inputs in self._complemented_left(todo, needs_exact=False):
+            self._complement(todo, name, inputs, self.problem, None, None)
         if todo.has(self._job(main.name, KFAC)):
             todo.say(KFAC)
             kfac, cost = measured(lambda: kfac_posterior(self.problem))
             whole = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
             extra = {"prior_precision": self._best_prior()}
-            self._finish(todo, KFAC, main, self.problem, whole, cost, extra=extra)
+            self._finish(todo, self._job(main.name, KFAC), main, self.problem, whole, cost, extra=extra)
         if todo.has(self._job(main.name, MAP)):
             todo.say(MAP)
-            self._finish(todo, MAP, main, self.problem, CertainSweep([0]), extra=self._facts_of_the_network())
+            facts = self._facts_of_the_network()
+            self._finish(todo, self._job(main.name, MAP), main, self.problem, CertainSweep([0]), extra=facts)
         if todo.has(self._job(main.name, TEMPERATURE)):
             todo.say(TEMPERATURE)
             self._temperature(todo, main)
@@ -277,7 +315,7 @@ class SeedRun:
         facts = {"dead_percent": 100 * (largest == 0).double().mean().item()}
         if self.recipe.maps_sensitivity and self.problem.seed == 0:
             path = self.results.path.parent / f"dead_parameters-{self.recipe.dataset}.npz"
-            _keep_heat_map(path, sensitivities(self.problem, inputs[: HEAT_MAP_SHAPE[0]]))
+            keep_heat_map(path, sensitivities(self.problem, inputs[: HEAT_MAP_SHAPE[0]]))
         if self.problem.noise_std is None:
             return facts | {"accuracy": (outputs.argmax(1) == targets).double().mean().item()}
         error = (outputs - targets).double().square().mean().sqrt().item()
@@ -294,7 +332,7 @@ class SeedRun:
     @cached_property
     def _temperature_of_the_twin(self) -> float:
         rest, inputs, targets = held_out(self.problem.dataset)
-        twin = trained_network(replace(self.recipe, dataset=rest.name), rest, 0, self.cache / "weights")
+        twin = trained_network(replace(self.recipe, dataset=rest.name), rest, 0, self.computed / "weights")
         return best_temperature(outputs_of(twin, inputs).double(), targets)
 
     # Corrupted test sets: all posteriors on the same Jacobians
@@ -337,7 +375,7 @@ class SeedRun:
     def _finish(
         self,
         todo: "_Todo",
-        name: str,
+        job: Job,
         test_set: TestSet,
         problem: Problem,
         sweep: Sweep,
@@ -346,16 +384,23 @@ class SeedRun:
         extra: Scores | None = None,
     ) -> None:
         """Scores a posterior and writes its rows. `extra` are numbers that do not depend on s."""
+        name = job.projector
         scores = self._approximation(test_set, problem, sweep)
         for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
             scores[s] |= values
+        if (name, job.complement) in OWN_PRIOR:
+            dims = sweep.dims if name == KFAC else [s for s in sweep.dims if s in COMPARED_DIMS]
+            priors = [self.recipe.prior_precision * factor for factor in PRIOR_FACTORS]
+            for s, values in own_prior_scores(problem, test_set, sweep, dims, priors).items() if dims else ():
+                scores[s] |= values
         scores[sweep.dims[-1]] |= (extra or {}) | ({"posterior_seconds": fit.seconds} if fit else {})
         note = _precision_note(problem)
-        if sweep.dims != self.recipe.dims(name) and name.startswith("lowrank"):
+        grid = list(COMPARED_DIMS) if job.complement else self.recipe.dims(name)
+        if sweep.dims != grid and name.startswith("lowrank"):
             note += f"; s up to the rank {sweep.dims[-1]}"
         if name == "subset-swag":
             note += f"; SWAG with learning rate {self.recipe.swag_learning_rate}"
-        self._write(todo, {self._job(test_set.name, name): scores}, cost, note)
+        self._write(todo, {job: scores}, cost, note)
 
     def _write(self, todo: "_Todo", jobs: dict[Job, dict[int, Scores]], cost: Cost | None, note: str) -> None:
         rows = [row for job, scores in jobs.items() for row in rows_of(job, scores, cost, note)]
@@ -432,106 +477,3 @@ def _run_ensemble(
             deviations = [Problem(recipe, dataset, network, 0).noise_std for network in networks]
             scores = mixture_scores(outputs, torch.tensor(deviations, dtype=torch.float64), test_set.targets)
         results.add(rows_of(job, {0: scores}, None, f"{len(networks)} networks, one a seed"))
-
-
-def mixture_scores(means: Tensor, deviations: Tensor, targets: Tensor) -> Scores:
-    """NLL of the mixture of N(mean_k, deviation_k² I), means (k, n, C); coverage of the Gaussian of its moments."""
-    k, _, C = means.shape
-    variances = deviations.square()
-    squares = (means - targets.double()).square().sum(2) / variances[:, None]
-    log_densities = -0.5 * (squares + C * (2 * np.pi * variances[:, None]).log())
-    nll = (np.log(k) - log_densities.logsumexp(0)).mean().item()
-    centre = means.mean(0)
-    spread = (means - centre).permute(1, 2, 0)
-    covariance = spread @ spread.transpose(1, 2) / k + variances.mean() * torch.eye(C, dtype=torch.float64)
-    return {"nll": nll, "coverage": metrics.coverage(centre, covariance, targets)}
-
-
-# Scores ---------------------------------------------------------------------------------------------------------------
-
-
-def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
-    """For each s how near a posterior is to the full one, on drawn inputs.
-
-    Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
-    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
-    """
-    outputs = outputs_of(problem.network, inputs).double()
-    scores: dict[int, Scores] = {}
-    for s, covariance in zip(sweep.dims, sweep.joint_covariances(problem.jacobians(inputs)), strict=True):
-        if problem.noise_std is None:
-            p, q = (probit(outputs, c.diagonal().view_as(outputs)) for c in (reference, covariance))
-            scores[s] = {"kl_mean": metrics.kl_categorical(p, q), "kl_sum": metrics.kl_categorical(p, q, "sum")}
-        else:
-            noise = problem.noise_std**2 * torch.eye(len(covariance), dtype=torch.float64)
-            scores[s] = {"kl": metrics.kl_gaussian(reference + noise, covariance + noise)}
-        scores[s]["log_trace"] = metrics.log_trace(covariance)
-        scores[s]["relative_error"] = metrics.relative_error(covariance, reference)
-    return scores
-
-
-def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
-    """For each posterior and s how well the whole test set is predicted; one pass for all of them."""
-    outputs: list[Tensor] = []
-    covariances: dict[tuple[str, int], list[Tensor]] = {(name, s): [] for name, w in sweeps.items() for s in w.dims}
-    for jacobian in problem.jacobians(test_set.inputs):
-        outputs.append(jacobian.outputs.double())
-        for name, sweep in sweeps.items():
-            for s, covariance in zip(sweep.dims, sweep.covariances(jacobian), strict=True):
-                covariances[name, s].append(covariance)
-    mean = torch.cat(outputs)
-    scores: dict[str, dict[int, Scores]] = {name: {} for name in sweeps}
-    for (name, s), parts in covariances.items():
-        covariance = torch.cat(parts)
-        if problem.noise_std is None:
-            probabilities = probit(mean, covariance.diagonal(dim1=1, dim2=2))
-            scores[name][s] = classification_scores(probabilities, test_set.targets)
-        else:
-            total = covariance + problem.noise_std**2 * torch.eye(mean.shape[1], dtype=torch.float64)
-            scores[name][s] = {
-                "nll": metrics.nll(mean, test_set.targets, total),
-                "coverage": metrics.coverage(mean, total, test_set.targets),
-            }
-    return scores
-
-
-def best_temperature(outputs: Tensor, targets: Tensor) -> float:
-    """T that minimises the NLL of softmax(f / T)."""
-
-    def nll(log_temperature: float) -> float:
-        return float(nn.functional.cross_entropy(outputs / np.exp(log_temperature), targets))
-
-    return float(np.exp(minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-6}).x))
-
-
-def classification_scores(probabilities: Tensor, targets: Tensor) -> Scores:
-    return {
-        "nll": metrics.nll(probabilities, targets),
-        "ece": metrics.ece(probabilities, targets),
-        "brier": metrics.brier(probabilities, targets),
-    }
-
-
-# Sensitivity of parameters --------------------------------------------------------------------------------------------
-
-
-def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
-    """|∂f/∂θ| of every input and parameter, averaged over the outputs: (n, p). Zero only where all outputs' are."""
-    return torch.cat(
-        [
-            jacobian.dense_rows().view(jacobian.num_inputs, jacobian.num_rows, -1).abs().mean(1)
-            for jacobian in problem.jacobians(inputs)
-        ]
-    )
-
-
-def _keep_heat_map(path: Path, values: Tensor) -> None:
-    """Writes the mean sensitivity of every parameter, descending, and the sensitivities of inputs in that order,
-    averaged over groups of neighbouring parameters."""
-    mean, order = values.mean(0).sort(descending=True)
-    groups = values[:, order].tensor_split(HEAT_MAP_SHAPE[1], dim=1)
-    heat_map = torch.stack([group.mean(1) for group in groups], dim=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial.npz")
-    np.savez_compressed(partial, sensitivity=mean.float().numpy(), heat_map=heat_map.float().numpy())
-    os.replace(partial, path)

@@ -1,0 +1,131 @@
+"""How posteriors are judged: by their distance to the full one, and by what they predict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from experiments.methods import Problem, Sweep, outputs_of
+from sublaplace import metrics
+from sublaplace.predictive import probit
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Test data under the name that its results have."""
+
+    __test__ = False  # the name is not that of a test class
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+
+
+def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
+    """For each s how near a posterior is to the full one, on drawn inputs.
+
+    Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
+    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
+    """
+    outputs = outputs_of(problem.network, inputs).double()
+    scores: dict[int, Scores] = {}
+    for s, covariance in zip(sweep.dims, sweep.joint_covariances(problem.jacobians(inputs)), strict=True):
+        if problem.noise_std is None:
+            p, q = (probit(outputs, c.diagonal().view_as(outputs)) for c in (reference, covariance))
+            scores[s] = {"kl_mean": metrics.kl_categorical(p, q), "kl_sum": metrics.kl_categorical(p, q, "sum")}
+        else:
+            noise = problem.noise_std**2 * torch.eye(len(covariance), dtype=torch.float64)
+            scores[s] = {"kl": metrics.kl_gaussian(reference + noise, covariance + noise)}
+        scores[s]["log_trace"] = metrics.log_trace(covariance)
+        scores[s]["relative_error"] = metrics.relative_error(covariance, reference)
+    return scores
+
+
+def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
+    """For each posterior and s how well the whole test set is predicted; one pass for all of them."""
+    outputs: list[Tensor] = []
+    covariances: dict[tuple[str, int], list[Tensor]] = {(name, s): [] for name, w in sweeps.items() for s in w.dims}
+    for jacobian in problem.jacobians(test_set.inputs):
+        outputs.append(jacobian.outputs.double())
+        for name, sweep in sweeps.items():
+            for s, covariance in zip(sweep.dims, sweep.covariances(jacobian), strict=True):
+                covariances[name, s].append(covariance)
+    mean = torch.cat(outputs)
+    scores: dict[str, dict[int, Scores]] = {name: {} for name in sweeps}
+    for (name, s), parts in covariances.items():
+        scores[name][s] = _scores(problem, mean, torch.cat(parts), test_set.targets)
+    return scores
+
+
+def own_prior_scores(
+    problem: Problem, test_set: TestSet, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
+) -> dict[int, Scores]:
+    """For each s how well the test set is predicted by the posterior with its own λ, P as it is.
+
+    λ is the one of `priors` with the best NLL on one half of the test set, the scores are those of the other half, and
+    both halves take both parts: `own_nll` and so on are the means, `own_prior_precision` the geometric mean.
+    """
+    outputs: list[Tensor] = []
+    parts: dict[tuple[int, float], list[Tensor]] = {(s, prior): [] for s in dims for prior in priors}
+    covariances_under_priors = sweep.under(priors, dims)
+    for jacobian in problem.jacobians(test_set.inputs):
+        outputs.append(jacobian.outputs.double())
+        for key, covariance in covariances_under_priors(jacobian):
+            parts[key].append(covariance)
+    mean = torch.cat(outputs)
+    found: dict[int, Scores] = {}
+    for s in dims:
+        halves: list[list[Scores]] = [[], []]
+        for prior in priors:
+            covariance = torch.cat(parts[s, prior])
+            for half, scores in enumerate(halves):
+                rows = slice(half, None, 2)
+                scores.append(_scores(problem, mean[rows], covariance[rows], test_set.targets[rows]))
+        chosen = [int(np.argmin([scores["nll"] for scores in half])) for half in halves]
+        own = [halves[1][chosen[0]], halves[0][chosen[1]]]
+        found[s] = {f"own_{name}": (own[0][name] + own[1][name]) / 2 for name in own[0]}
+        found[s]["own_prior_precision"] = float(np.sqrt(priors[chosen[0]] * priors[chosen[1]]))
+    return found
+
+
+def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor) -> Scores:
+    """How well targets are predicted by outputs of this mean (n, C) and covariance (n, C, C)."""
+    if problem.noise_std is None:
+        return classification_scores(probit(mean, covariance.diagonal(dim1=1, dim2=2)), targets)
+    total = covariance + problem.noise_std**2 * torch.eye(mean.shape[1], dtype=torch.float64)
+    return {"nll": metrics.nll(mean, targets, total), "coverage": metrics.coverage(mean, total, targets)}
+
+
+def best_temperature(outputs: Tensor, targets: Tensor) -> float:
+    """T that minimises the NLL of softmax(f / T)."""
+
+    def nll(log_temperature: float) -> float:
+        return float(nn.functional.cross_entropy(outputs / np.exp(log_temperature), targets))
+
+    return float(np.exp(minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-6}).x))
+
+
+def classification_scores(probabilities: Tensor, targets: Tensor) -> Scores:
+    return {
+        "nll": metrics.nll(probabilities, targets),
+        "ece": metrics.ece(probabilities, targets),
+        "brier": metrics.brier(probabilities, targets),
+    }
+
+
+def mixture_scores(means: Tensor, deviations: Tensor, targets: Tensor) -> Scores:
+    """NLL of the mixture of N(mean_k, deviation_k² I), means (k, n, C); coverage of the Gaussian of its moments."""
+    k, _, C = means.shape
+    variances = deviations.square()
+    squares = (means - targets.double()).square().sum(2) / variances[:, None]
+    log_densities = -0.5 * (squares + C * (2 * np.pi * variances[:, None]).log())
+    nll = (np.log(k) - log_densities.logsumexp(0)).mean().item()
+    centre = means.mean(0)
+    spread = (means - centre).permute(1, 2, 0)
+    covariance = spread @ spread.transpose(1, 2) / k + variances.mean() * torch.eye(C, dtype=torch.float64)
+    return {"nll": nll, "coverage": metrics.coverage(centre, covariance, targets)}

@@ -1,0 +1,34 @@
+"""How much outputs depend on each parameter: many depend on none."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.methods import Problem
+
+HEAT_MAP_SHAPE = (64, 512)  # test inputs × groups of parameters
+
+
+def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
+    """|∂f/∂θ| of every input and parameter, averaged over the outputs: (n, p). Zero only where all outputs' are."""
+    return torch.cat(
+        [
+            jacobian.dense_rows().view(jacobian.num_inputs, jacobian.num_rows, -1).abs().mean(1)
+            for jacobian in problem.jacobians(inputs)
+        ]
+    )
+
+
+def keep_heat_map(path: Path, values: Tensor) -> None:
+    """Writes the mean sensitivity of every parameter, descending, and the sensitivities of inputs in that order,
+    averaged over groups of neighbouring parameters."""
+    mean, order = values.mean(0).sort(descending=True)
+    groups = values[:, order].tensor_split(HEAT_MAP_SHAPE[1], dim=1)
+    heat_map = torch.stack([group.mean(1) for group in groups], dim=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial.npz")
+    np.savez_compressed(partial, sensitivity=mean.float().numpy(), heat_map=heat_map.float().numpy())
+    os.replace(partial, path)

@@ -1,0 +1,122 @@
+"""KFAC outside of the subspace: the rows of the experiments against the façade, and resumed runs."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from test_runs import IMAGES, PLAIN, pictures, regression
+from torch.distributions import Normal
+
+from experiments import runs
+from experiments.methods import COMPLEMENTED, Problem, Sweep
+from experiments.results import Results
+from experiments.runs import SeedRun
+from experiments.scores import TestSet, own_prior_scores
+from experiments.training import trained_network
+from sublaplace import SubspaceLaplace, metrics
+from sublaplace.fitting import perturbed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("complements")
+    results = Results(place / "results.csv")
+    runs.run(PLAIN, regression(), [0], results, place)
+    return place
+
+
+def test_every_candidate_has_its_rows_and_none_twice(folder: Path) -> None:
+    results = Results(folder / "results.csv")
+    rows = [row for row in results.rows() if row.complement]
+    assert {(row.projector, row.inputs) for row in rows} == set(COMPLEMENTED)
+    assert {row.metric for row in rows} >= {"kl", "log_trace", "relative_error", "nll", "coverage"}
+    assert len({(row.projector, row.inputs, row.s, row.metric) for row in rows}) == len(rows)
+    runs.run(PLAIN, regression(), [0], results, folder)
+    assert len(Results(folder / "results.csv").rows()) == len(results.rows())
+
+
+def test_the_divergence_is_that_of_the_facade(folder: Path) -> None:
+    data = regression()
+    network = trained_network(PLAIN, data, 0, folder / "weights")
+    problem = Problem(PLAIN, data, network, 0).to(PLAIN.dtype)
+    test_set = TestSet("toy", data.test_inputs, data.test_targets)
+    run = SeedRun(problem, [test_set], Results(folder / "results.csv"), folder)
+    rows = [row for row in run.results.rows() if row.complement and row.metric == "kl"]
+    drawn = run.draw(test_set).double()
+    loader = [(data.train_inputs.double(), data.train_targets.double())]
+    assert problem.noise_std is not None
+    options = {"prior_precision": PLAIN.prior_precision, "noise_std": problem.noise_std}
+    full = SubspaceLaplace(problem.network, "regression", "full", **options).fit(loader)
+    X = problem.context.subspace_jacobians.inputs
+    la = SubspaceLaplace(
+        problem.network, "regression", "lowrank-isotropic", 400, complement="kfac", subspace_inputs=X, **options
+    )
+    with pytest.warns(UserWarning, match="rank"):
+        la.fit(loader)
+    noise = problem.noise_std**2 * torch.eye(2 * len(drawn), dtype=torch.float64)
+    joint = [posterior.functional_covariance(drawn, joint=True) + noise for posterior in (full, la)]
+    (found,) = (row for row in rows if row.projector == "lowrank-isotropic")
+    assert found.s == la.dim
+    assert found.value == pytest.approx(metrics.kl_gaussian(*joint), rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("lowrank-ggn", "perturbed"), ("lowrank-correction", "augmented")])
+def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Path, name: str, inputs: str) -> None:
+    data = regression()
+    problem = Problem(PLAIN, data, trained_network(PLAIN, data, 0, folder / "weights"), 0).to(PLAIN.dtype)
+    assert problem.noise_std is not None
+    X = problem.context.subspace_jacobians.inputs
+    noisy = perturbed(X, 0.1, 0)
+    options = {"prior_precision": PLAIN.prior_precision, "noise_std": problem.noise_std}
+    la = SubspaceLaplace(
+        problem.network,
+        "regression",
+        name,
+        400,
+        complement="kfac",
+        subspace_inputs=noisy if inputs == "perturbed" else torch.cat([X, noisy]),
+        **options,
+    )
+    with pytest.warns(UserWarning, match="rank"):
+        la.fit([(data.train_inputs.double(), data.train_targets.double())])
+    rows = Results(folder / "results.csv").rows()
+    (found,) = (r for r in rows if (r.projector, r.inputs, r.complement, r.metric) == (name, inputs, "kfac", "nll"))
+    prediction = la.predict(data.test_inputs.double())
+    assert prediction.total is not None
+    expected = metrics.nll(prediction.mean, data.test_targets, prediction.total)
+    assert found.value == pytest.approx(expected, rel=1e-5)
+
+
+def test_classification_has_every_candidate(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.csv")
+    runs.run(IMAGES, pictures(), [0], results, tmp_path)
+    rows = [row for row in results.rows() if row.complement]
+    assert {(row.projector, row.inputs) for row in rows} == set(COMPLEMENTED)
+    values = {row.metric: row.value for row in rows if row.projector == "lowrank-correction"}
+    assert values["kl_mean"] >= 0 and 0 < values["brier"] < 2
+
+
+def test_every_half_of_the_test_set_is_scored_with_the_prior_that_suits_the_other() -> None:
+    # One output with a variance of 1/λ: the best λ of each half is known.
+    targets = torch.tensor([[3.0], [0.1]] * 20)
+    test_set = TestSet("toy", torch.zeros(40, 1), targets)
+    problem = cast(
+        "Problem", SimpleNamespace(noise_std=0.1, jacobians=lambda _: [SimpleNamespace(outputs=0 * targets)])
+    )
+    found = own_prior_scores(problem, test_set, cast("Sweep", InversePrior()), [1], [0.1, 1.0, 100.0])[1]
+    assert found["own_prior_precision"] == pytest.approx(math.sqrt(0.1 * 100))
+    wrong = [Normal(0.0, math.sqrt(1 / prior + 0.01)) for prior in (0.1, 100.0)]
+    expected = -(wrong[0].log_prob(torch.tensor(0.1)) + wrong[1].log_prob(torch.tensor(3.0))) / 2
+    assert found["own_nll"] == pytest.approx(float(expected), rel=1e-5)
+
+
+class InversePrior:
+    """A posterior of one parameter without data."""
+
+    def under(self, priors: list[float], dims: list[int]) -> Any:
+        return lambda jacobian: (
+            ((s, prior), torch.full((40, 1, 1), 1 / prior).double()) for s in dims for prior in priors
+        )

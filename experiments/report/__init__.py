@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from experiments.report import figures, tables
+from experiments.report import costs, figures, tables
 from experiments.report.checks import FEASIBLE, OPTIMUM, divergence_check, trace_checks
 from experiments.report.document import Block, Bullets, Document, Figure, Figures, Paragraph, Section
 from experiments.report.figures import Panel
@@ -227,14 +227,15 @@ class _Report:
         return Section("Prior precision", [tables.prior_precisions(self.measurements, self.published)])
 
     def _costs(self) -> Section:
-        return Section(
-            "Cost and memory",
-            [
-                tables.costs(self.measurements),
-                tables.cost_ratios(self.measurements, self.published),
-                tables.memory_load(self.measurements, self.published),
-            ],
-        )
+        blocks: list[Block] = [
+            costs.of_methods(self.measurements),
+            costs.ratios(self.measurements, self.published),
+            costs.memory_load(self.measurements, self.published),
+        ]
+        large = self.folder / "scale.csv"
+        if large.exists():
+            blocks.append(costs.large_fits(large, self.published))
+        return Section("Cost and memory", blocks)
 
     def _remarks(self) -> Section:
         """What differs from the paper by intent, as the file findings.md has it: one bullet a difference."""

@@ -33,6 +33,20 @@ def checked_complement(complement: Any) -> str | None:
     return complement
 
 
+FITTED = "fitted"
+"""complement_weight: the one that brings the posterior nearest to the full one."""
+
+
+def checked_complement_weight(weight: Any, complement: str | None) -> float | str:
+    if weight != 1.0 and complement is None:
+        raise ValueError("complement_weight is of the curvature outside of the subspace, but there is no complement.")
+    if isinstance(weight, str):
+        if weight != FITTED:
+            raise ValueError(f"Unknown complement_weight '{weight}'; give a positive number or '{FITTED}'.")
+        return weight
+    return checked_positive(weight, "complement_weight")
+
+
 def checked_share(share: Any, name: str) -> float:
     value = checked_positive(share, name)
     if value >= 1:

@@ -76,6 +76,20 @@ class ComplementedPosterior:
             mixed[name] = Y.add_(Q, alpha=new).mul_((factor * eigenvalues + new).rsqrt())
         return ComplementedPosterior(inside, outside, mixed, factor * self.outside_in_subspace)
 
+    def reweighted(self, weight: float) -> "ComplementedPosterior":
+        """With another weight of the curvature outside; inside all stays as it is. Cost: p·s."""
+        prior, outside = self.prior_precision, self.outside.reweighted(weight)
+        mixed = {}
+        for name, part in self.outside.parts.items():
+            ratio = (part.eigenvalues() + prior) / (outside.parts[name].eigenvalues() + prior)
+            mixed[name] = self.mixed[name] * ratio.sqrt()
+        return replace(
+            self,
+            outside=outside,
+            mixed=mixed,
+            outside_in_subspace=self.outside_in_subspace * (weight / self.outside.weight),
+        )
+
     def truncated(self, dim: int) -> "ComplementedPosterior":
         """Exact in the leading `dim` dimensions, KFAC in all others."""
         return replace(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from sublaplace import serialization
-from sublaplace.arguments import AUTO
+from sublaplace.arguments import AUTO, FITTED
 from sublaplace.certificate import Certificate
 from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.complement import ComplementedPosterior
@@ -35,6 +35,7 @@ from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import NoiseEstimate, Survey, survey_of
+from sublaplace.weighting import with_fitted_weight
 
 PERTURBED, AUGMENTED = "perturbed", "augmented"
 """subspace_inputs: training inputs with noise; training inputs, and the same with noise."""
@@ -55,6 +56,7 @@ class Settings:
     subspace_inputs: Any
     num_subspace_inputs: int | None
     complement: str | None
+    complement_weight: float | str
     seed: int
     direction_tolerance: float | None
     certified: bool
@@ -70,6 +72,11 @@ class Settings:
     def largest_dim(self) -> int:
         """s, or the most that "auto" may choose."""
         return (self.max_dim or DEFAULT_MAX_DIM) if isinstance(self.dim, str) else self.dim
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a part of X′ is not for P, but to choose s or the weight of the complement."""
+        return self.dim == AUTO or self.complement_weight == FITTED
 
     @property
     def makes_certificate(self) -> bool:
@@ -94,6 +101,7 @@ class Settings:
             "subspace_inputs": self.subspace_inputs if isinstance(self.subspace_inputs, str) else None,
             "num_subspace_inputs": self.num_subspace_inputs,
             "complement": self.complement,
+            "complement_weight": self.complement_weight,
             "seed": self.seed,
             "direction_tolerance": self.direction_tolerance,
             "certificate": self.makes_certificate,
@@ -137,7 +145,7 @@ def fit(
             survey, subspace_inputs, data = _look_at(settings, loader, linearization, checkpoint, progress)
         stream = settings.stream(loader, linearization, survey, progress)
         held_back = None
-        if settings.dim == AUTO and subspace_inputs is not None:
+        if settings.holds_back and subspace_inputs is not None:
             subspace_inputs, held_back = _split(subspace_inputs)
         context = ProjectorContext(
             stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
@@ -154,10 +162,16 @@ def fit(
                 prior = _tuned(context, survey)
         context = replace(context, prior_precision=prior)
         posterior, certificate = _posterior(settings, context, stages)
-        if held_back is not None:
+        if settings.dim == AUTO and held_back is not None:
             assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
             dim = _smallest_dim(settings, certificate, Jacobians(linearization, held_back))
             posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
+        if isinstance(posterior, ComplementedPosterior | BlockPrecision):
+            if isinstance(settings.complement_weight, str):
+                with _noted(stages, "complement's weight", linearization.device):
+                    posterior = with_fitted_weight(posterior, context, Jacobians(linearization, held_back))
+            elif settings.complement_weight != 1.0:
+                posterior = posterior.reweighted(settings.complement_weight)
         ratios = _kfac_trace_ratios(context, survey)
     if checkpoint is not None:
         checkpoint.remove()
@@ -215,7 +229,7 @@ def _look_at(
     else:
 
         def reservoir_for(num_outputs: int) -> Reservoir | None:
-            if given is not None or settings.projector in _NEEDS_NO_INPUTS:
+            if given is not None or (settings.projector in _NEEDS_NO_INPUTS and not settings.holds_back):
                 return None
             size = settings.num_subspace_inputs or max(100, ceil(2 * settings.largest_dim / num_outputs))
             return Reservoir(size, settings.seed)
@@ -272,7 +286,10 @@ def _split(inputs: Any) -> tuple[Any, Any]:
     """X′ without its last fifth, and that fifth, which is held back to measure what the rest captures."""
     n = num_inputs(inputs)
     if n < 2:
-        raise ValueError("dim='auto' holds back a fifth of the subspace inputs, so at least two are needed.")
+        raise ValueError(
+            f"dim='{AUTO}' and complement_weight='{FITTED}' hold back a fifth of the subspace inputs, so at least two "
+            "are needed."
+        )
     kept = n - max(1, n // 5)
     return select(inputs, slice(0, kept)), select(inputs, slice(kept, n))
 

@@ -13,6 +13,7 @@ from sublaplace import checked_file, fitting, serialization
 from sublaplace.arguments import (
     AUTO,
     checked_complement,
+    checked_complement_weight,
     checked_count,
     checked_dim,
     checked_likelihood,
@@ -65,6 +66,8 @@ class SubspaceLaplace:
         num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
             "diagonal".
+        complement_weight: how much the curvature outside counts. "fitted": the weight that brings the posterior nearest
+            to the full Laplace approximation on a fifth of X′, which is held back.
         memory_budget: bytes for temporary chunks; None: a quarter of what is free.
         scratch_folder: keep P, and its products with the GGN, in nameless files of this folder instead of in memory;
             for CPU models whose p·s numbers do not fit.
@@ -102,6 +105,7 @@ class SubspaceLaplace:
         captured: float = 0.5,
         max_dim: int | None = None,
         perturbation: float = 0.1,
+        complement_weight: float | str = 1.0,
         certified: bool = False,
         scratch_folder: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -125,6 +129,7 @@ class SubspaceLaplace:
             subspace_inputs=_checked_subspace_inputs(subspace_inputs, labels_key),
             num_subspace_inputs=_optional_count(num_subspace_inputs, "num_subspace_inputs"),
             complement=complement,
+            complement_weight=checked_complement_weight(complement_weight, complement),
             seed=seed,
             direction_tolerance=direction_tolerance,
             certified=certified,
@@ -366,6 +371,13 @@ class SubspaceLaplace:
         return 0 if isinstance(posterior, BlockPrecision) else self._layout.num_parameters
 
     @property
+    def complement_weight(self) -> float | None:
+        """The weight of the curvature outside of the subspace, as used; None without a complement."""
+        posterior, _ = self._fitted()
+        outside = posterior.outside if isinstance(posterior, ComplementedPosterior) else posterior
+        return outside.weight if isinstance(outside, BlockPrecision) else None
+
+    @property
     def stages(self) -> dict[str, Stage]:
         """What each stage of the fit took: `.seconds`, and `.peak_bytes` of the process up to its end."""
         return dict(self._stages)
@@ -547,6 +559,7 @@ class SubspaceLaplace:
             "projector": settings.projector if isinstance(settings.projector, str) else None,
             "dim": settings.dim,
             "complement": settings.complement,
+            "complement_weight": settings.complement_weight,
             "seed": settings.seed,
             "direction_tolerance": settings.direction_tolerance,
         }
@@ -579,6 +592,7 @@ class SubspaceLaplace:
                 projector=description["projector"] or custom,
                 dim=description["dim"],
                 complement=description["complement"],
+                complement_weight=description["complement_weight"],
                 prior_precision=description["posterior"]["prior_precision"],
                 seed=description["seed"],
                 forward=forward,

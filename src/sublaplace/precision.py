@@ -65,6 +65,7 @@ class BlockPrecision:
     parts: dict[str, Part]
     prior_precision: float
     scale: float = 1.0  # of the likelihood, already in the curvature
+    weight: float = 1.0  # of the curvature against what was measured, already in it
 
     def with_prior(self, prior_precision: float) -> "BlockPrecision":
         return replace(self, prior_precision=prior_precision)
@@ -74,6 +75,10 @@ class BlockPrecision:
         return replace(
             self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
         )
+
+    def reweighted(self, weight: float) -> "BlockPrecision":
+        """The curvature as it was measured times another weight, the likelihood's scale as it is."""
+        return replace(self.scaled(weight / self.weight), scale=self.scale, weight=weight)
 
     def with_scales(self, scales: tuple[float, ...]) -> "BlockPrecision":
         """The curvature under another scale of the likelihood (σ⁻²), which must be a single one."""

@@ -28,7 +28,8 @@ def posterior_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str
         return {"rows": posterior.rows}, {**numbers, "kind": "dual", "scale": posterior.scale}
     if isinstance(posterior, BlockPrecision):
         tensors, parts = _block_tensors(posterior)
-        return tensors, {**numbers, "kind": "blocks", "scale": posterior.scale, "parts": parts}
+        numbers |= {"kind": "blocks", "scale": posterior.scale, "weight": posterior.weight}
+        return tensors, {**numbers, "parts": parts}
     if isinstance(posterior, ComplementedPosterior):
         inside, numbers = posterior_tensors(posterior.inside)
         outside, about = posterior_tensors(posterior.outside)
@@ -88,7 +89,7 @@ def _blocks_from(tensors: dict[str, Tensor], numbers: dict[str, Any], layout: Pa
         kind = _PARTS[described["kind"]]
         stored = {f.name: tensors.get(f"part.{f.name}.{name}", described.get(f.name)) for f in fields(kind)}
         parts[name] = kind(**stored)
-    return BlockPrecision(layout, parts, numbers["prior_precision"], numbers["scale"])
+    return BlockPrecision(layout, parts, numbers["prior_precision"], numbers["scale"], numbers["weight"])
 
 
 def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], dict[str, Any]]:

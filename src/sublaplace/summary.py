@@ -62,4 +62,6 @@ def _structure(posterior: Posterior) -> list[str]:
         kinds = Counter(type(part).__name__.removesuffix("Part").lower() for part in outside.parts.values())
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         lines.append(_line("blocks outside", f"{counted} (one a parameter)"))
+        if outside.weight != 1.0:
+            lines.append(_line("their weight", f"{outside.weight:g}"))
     return [*lines, _line("memory held", readable(size))]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.corruptions import MNIST_C
-from experiments.report import write_report
+from experiments.report import costs, write_report
 from experiments.report.checks import divergence_check, rank_correlation, trace_checks
 from experiments.report.document import Bullets, Document, Figure, Figures, Paragraph, Section, Strong, Table
 from experiments.report.figures import Panel, against_dimension
@@ -20,12 +20,9 @@ from experiments.report.tables import (
     baselines,
     beside_paper,
     corrupted_rank_correlations,
-    cost_ratios,
-    costs,
     dead_parameters,
     divergences,
     lines_of,
-    memory_load,
     overview,
     prior_precisions,
     ranks,
@@ -254,6 +251,31 @@ def test_ranks_are_those_that_the_notes_tell() -> None:
     assert table.rows[1] == ["redwine", "–", "–", "–", "–", "–", "753"]
 
 
+def test_large_fits_stand_beside_the_minutes_of_the_paper(tmp_path: Path) -> None:
+    path = tmp_path / "scale.csv"
+    header = "network,projector,dim,num_subspace_inputs,num_data,parameters,projector_seconds,posterior_seconds,peak_mb"
+    header += ",threads"
+    path.write_text(
+        f"{header}\nresnet18,lowrank-kfac,100,90,300,1000,600,30,2048,2\nresnet18,last-layer,10,,300,1000,3,3,512,2\n"
+    )
+    first, second = costs.large_fits(path, Published()).rows
+    assert first == [
+        "resnet18, lowrank-kfac",
+        "100",
+        "90",
+        "300",
+        "2",
+        "600",
+        "2000",
+        "433",
+        "17",
+        "30",
+        "2.00",
+        "1.100e+05",
+    ]
+    assert second[8] == second[11] == "–"
+
+
 def test_costs_count_a_job_once() -> None:
     rows = [
         Row("enb", seed, "lowrank-kfac", s, "kl", 1.0, "train", "", 2.0 + seed, 50.0)
@@ -261,7 +283,7 @@ def test_costs_count_a_job_once() -> None:
         for s in ((10, 20, 30) if seed else (10,))
     ]
     rows.append(Row("enb", 0, "lowrank-kfac", 30, "posterior_seconds", 7.0, "train", "", 2.0, 50.0))
-    assert costs(Measurements(rows)).rows == [["enb", "lowrank-kfac", "30", "2.5 (0.5)", "7", "50 (0)", "2"]]
+    assert costs.of_methods(Measurements(rows)).rows == [["enb", "lowrank-kfac", "30", "2.5 (0.5)", "7", "50 (0)", "2"]]
 
 
 def test_the_main_figures_have_ten_and_twenty_on() -> None:
@@ -279,7 +301,7 @@ def test_prior_precisions_stand_beside_text_and_code() -> None:
 
 
 def test_memory_follows_from_the_size_of_our_network() -> None:
-    rows = memory_load(Measurements([Row("mnist", 0, "full", 12458, "nll", 0.1)]), Published()).rows
+    rows = costs.memory_load(Measurements([Row("mnist", 0, "full", 12458, "nll", 0.1)]), Published()).rows
     assert ["mnist", "500", "6.479e+06", "6.479e+06", "+0.00 %"] in rows
     assert ["cifar10", "100", "not run yet", "6.683e+07", "–"] in rows
 
@@ -289,7 +311,7 @@ def test_times_are_compared_as_multiples_of_lowrank_kfac() -> None:
         Row("enb", 0, method, 10, "kl", 1.0, "", "", seconds, 1.0)
         for method, seconds in (("lowrank-kfac", 2.0), ("subset-swag", 5.0))
     ]
-    table = cost_ratios(Measurements(rows), Published())
+    table = costs.ratios(Measurements(rows), Published())
     found = {row[0]: list(row[1:]) for row in table.rows}
     assert found["subset-swag"] == ["2.50", "1.18"]  # 20 of 17 minutes
     assert found["subset-magnitude"] == ["–", "below 0.06"]

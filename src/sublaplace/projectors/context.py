@@ -26,6 +26,7 @@ class ProjectorContext:
     prior_precision: float  # λ
     seed: int
     known: dict[str, BlockPrecision] = field(default_factory=dict)  # precisions that were needed before
+    known_exact: dict[float, DensePrecision | DualPrecision] = field(default_factory=dict)  # the exact one, by λ
 
     @property
     def linearization(self) -> Linearization:
@@ -44,7 +45,9 @@ class ProjectorContext:
         return self.known["diagonal"].with_prior(self.prior_precision)
 
     def exact(self) -> DensePrecision | DualPrecision:
-        """The exact Λ, where it fits into memory: one pass over the data."""
+        """The exact Λ, where it fits into memory: one pass over the data, the first time."""
+        if self.prior_precision in self.known_exact:
+            return self.known_exact[self.prior_precision]
         rows, p = self.num_data * self.num_outputs, self.linearization.layout.num_parameters
         require(
             exact_bytes(p, rows),
@@ -53,12 +56,13 @@ class ProjectorContext:
             "Use a subspace such as projector='lowrank-kfac', fewer data, or leave fewer parameters with "
             "requires_grad=True; full_covariance() of a fitted subspace gives that of a few inputs at any size.",
         )
-        return exact_ggn(self.stream, rows, self.prior_precision)
+        self.known_exact[self.prior_precision] = exact_ggn(self.stream, rows, self.prior_precision)
+        return self.known_exact[self.prior_precision]
 
     def exact_fits(self) -> bool:
         """Whether there is memory for `exact`."""
         rows, p = self.num_data * self.num_outputs, self.linearization.layout.num_parameters
-        return fits(exact_bytes(p, rows), self.linearization.device)
+        return self.prior_precision in self.known_exact or fits(exact_bytes(p, rows), self.linearization.device)
 
 
 Projector = Callable[[ProjectorContext], Projection]

@@ -1,4 +1,4 @@
-"""The projector for KFAC outside of the subspace: it takes in what KFAC gets wrong, and leaves out what it gets right."""
+"""The projector for KFAC outside of the subspace: it takes in what KFAC gets wrong and leaves out the rest."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,101 @@
+"""What the methods cost, beside the paper's figures."""
+
+import csv
+from pathlib import Path
+
+from experiments.report.document import Table
+from experiments.report.numbers import NOTHING, Estimate, Measurements, Published, number, with_error
+from experiments.report.tables import NOT_RUN
+
+PAPER_IMAGES = 13_000  # of ImageNet10 in the paper, about
+
+
+def of_methods(measurements: Measurements) -> Table:
+    """Seconds and memory of P (or of the posterior, for methods without one), and seconds of the posterior in it."""
+    frame = measurements.rows[~measurements.rows["dataset"].str.contains("/")].dropna(subset=["seconds"])
+    rows = []
+    for (dataset, method), group in frame.groupby(["dataset", "method"], sort=False):
+        jobs = group.drop_duplicates("seed")
+        memory = Estimate.of(jobs["peak_memory_mb"].tolist())
+        fits = group.loc[group["metric"] == "posterior_seconds", "value"].tolist()
+        fit = with_error(Estimate.of(fits)) if fits else NOTHING
+        seconds = with_error(Estimate.of(jobs["seconds"].tolist()))
+        rows.append([dataset, method, str(group["s"].max()), seconds, fit, with_error(memory), str(len(jobs))])
+    header = [
+        "data set",
+        "method",
+        "largest s",
+        "seconds for P",
+        "seconds for the posterior",
+        "peak memory, MB",
+        "seeds",
+    ]
+    return Table("Cost, mean over seeds", header, rows, labels=2)
+
+
+def ratios(measurements: Measurements, published: Published) -> Table:
+    """Time for P relative to lowrank-kfac: machines differ, ratios may be compared."""
+    frame = measurements.rows.dropna(subset=["seconds"])
+    seconds = frame.drop_duplicates(["dataset", "method", "seed"]).groupby(["dataset", "method"])["seconds"].mean()
+    datasets = [d for d in measurements.datasets if "/" not in d and (d, "lowrank-kfac") in seconds.index]
+    reference = published.quote("compute_time", "imagenet10", "projector_minutes", "lowrank-kfac")
+    assert reference is not None
+    rows = []
+    for projector in published.distinct("compute_time", "projector"):
+        cells = [
+            number(seconds[d, projector] / seconds[d, "lowrank-kfac"], 2)
+            if (d, projector) in seconds.index
+            else NOTHING
+            for d in datasets
+        ]
+        minutes = published.quote("compute_time", "imagenet10", "projector_minutes", projector)
+        bound = published.quote("compute_time", "imagenet10", "projector_minutes_below", projector)
+        paper = number(minutes.mean / reference.mean, 2) if minutes else NOTHING
+        if bound:
+            paper = f"below {number(bound.mean / reference.mean, 2)}"
+        rows.append([projector, *cells, paper])
+    return Table("Time for P as a multiple of lowrank-kfac's", ["projector", *datasets, "paper, imagenet10"], rows)
+
+
+def memory_load(measurements: Measurements, published: Published) -> Table:
+    """s(p + s) numbers of a low-rank method, from the p of our networks, beside the paper's."""
+    table = "memory_load"
+    rows = []
+    for dataset in published.distinct(table, "dataset"):
+        sizes = measurements.rows.query("dataset == @dataset and method in ('full', 'kfac')")["s"]
+        for s in published.dims(table, dataset):
+            paper = published.quote(table, dataset, "memory_numbers", "lowrank", s)
+            assert paper is not None
+            ours = float(s * (int(sizes.max()) + s)) if len(sizes) else None
+            difference = NOTHING if ours is None else f"{100 * (ours / paper.mean - 1):+.2f} %".replace("-", "−")
+            rows.append([dataset, str(s), NOT_RUN if ours is None else f"{ours:.3e}", f"{paper.mean:.3e}", difference])
+    return Table("Numbers to be stored, s(p + s)", ["data set", "s", "ours", "paper", "difference"], rows)
+
+
+def large_fits(path: Path, published: Published) -> Table:
+    """Seconds and memory of ResNets (results/scale.csv), beside the paper's minutes for P on an A100."""
+    rows = []
+    for row in csv.DictReader(path.open()):
+        seconds, images = float(row["projector_seconds"]), int(row["num_data"])
+        cells = [f"{row['network']}, {row['projector']}", row["dim"], row["num_subspace_inputs"], row["num_data"]]
+        cells += [row["threads"], number(seconds, 0), number(1000 * seconds / images, 0)]
+        cells += [number(seconds / images * PAPER_IMAGES / 60, 0), _paper_minutes(published, row)]
+        cells += [number(float(row["posterior_seconds"]), 0), number(float(row["peak_mb"]) / 1024, 2)]
+        numbers = int(row["dim"]) * (int(row["parameters"]) + int(row["dim"]))
+        cells.append(f"{numbers:.3e}" if row["projector"].startswith("lowrank") else NOTHING)
+        rows.append(cells)
+    caption = (
+        f"Large fits with random weights. The time for {PAPER_IMAGES:,} images is extrapolated, as if all of it grew "
+        "with them; the paper's minutes are those of an A100 for about as many"
+    )
+    header = ["network, projector", "s", "n", "N", "threads", "seconds for P", "ms an image"]
+    header += [f"minutes for {PAPER_IMAGES:,} images", "paper, minutes", "seconds for the posterior", "peak, GB"]
+    return Table(caption, [*header, "s(p + s)"], rows)
+
+
+def _paper_minutes(published: Published, row: dict[str, str]) -> str:
+    if row["network"] != "resnet18":
+        return NOTHING
+    minutes = published.quote("compute_time", "imagenet10", "projector_minutes", row["projector"])
+    bound = published.quote("compute_time", "imagenet10", "projector_minutes_below", row["projector"])
+    return number(minutes.mean, 0) if minutes else f"below {number(bound.mean, 0)}" if bound else NOTHING

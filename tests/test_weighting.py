@@ -1,0 +1,131 @@
+"""The weight of the curvature outside of the subspace, given and fitted: against brute force in float64."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dense_reference import dense_jacobian
+from networks import NETWORKS, make
+from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
+
+from sublaplace import Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics, weighting
+from sublaplace.curvature import CurvatureStream
+from sublaplace.jacobians.inputs import num_inputs, select
+
+
+def weighted_outside(problem, complement, weight, prior=PRIOR):
+    """(wK + λ)⁻¹ from (K + λ)⁻¹."""
+    identity = torch.eye(len(problem.ggn), dtype=torch.float64)
+    curvature = torch.linalg.inv(dense_outside(problem, complement)) - PRIOR * identity
+    return torch.linalg.inv(weight * curvature + prior * identity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_covariance_is_that_of_the_formula_with_the_weighted_curvature(name, kind):
+    problem = Problem(name, kind)
+    la = problem.fit(complement="kfac", complement_weight=3.0)
+    expected = dense_complemented(problem, la.projection, weighted_outside(problem, "kfac", 3.0))
+    assert la.complement_weight == 3.0
+    assert close(problem.covariance(la), problem.jacobian @ expected @ problem.jacobian.T)
+
+
+@pytest.mark.parametrize("complement", ["kfac", "diagonal"])
+def test_another_prior_and_fewer_dimensions_keep_the_weight(complement):
+    problem = Problem("mlp", "regression")
+    la = problem.fit(complement=complement, complement_weight=0.25)
+    other = la._posterior.with_prior(2.0).truncated(3)
+    outside = weighted_outside(problem, complement, 0.25, prior=2.0)
+    expected = dense_complemented(problem, la.projection[:, :3], outside, prior=2.0)
+    jacobians = Jacobians(la._linearization, problem.new)
+    assert close(other.joint_covariance(jacobians), problem.jacobian @ expected @ problem.jacobian.T)
+
+
+def test_without_a_subspace_the_whole_posterior_is_weighted():
+    problem = Problem("mlp", "regression")
+    la = problem.fit(dim=0, complement="kfac", complement_weight=4.0)
+    expected = problem.jacobian @ weighted_outside(problem, "kfac", 4.0) @ problem.jacobian.T
+    assert close(problem.covariance(la), expected)
+
+
+# Fitted
+
+
+def divergences(problem, la, held_back):
+    """KL on the inputs that were held back, for every weight, with dense matrices."""
+    J = dense_jacobian(problem.model, held_back)
+    (variance,) = la._settings.likelihood.noise_variances
+    noise = variance * torch.eye(len(J)).double()
+    exact = J @ torch.linalg.solve(problem.precision, J.T) + noise
+    found = {}
+    for weight in weighting.WEIGHTS:
+        outside = weighted_outside(problem, "kfac", weight)
+        covariance = J @ (dense_complemented(problem, la.projection, outside) if la.dim else outside) @ J.T
+        found[weight] = metrics.kl_gaussian(exact, covariance + noise)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SMALL)
+def test_the_fitted_weight_is_the_best_on_inputs_that_were_held_back(name, kind):
+    problem = Problem(name, kind)
+    seen = []
+
+    def spy(context):
+        seen.append(context.subspace_jacobians.inputs)
+        return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
+
+    la = problem.fit(projector=spy, subspace_inputs=problem.training, complement="kfac", complement_weight="fitted")
+    total, kept = num_inputs(problem.training), num_inputs(seen[0])
+    assert kept == total - max(1, total // 5)
+    found = divergences(problem, la, select(problem.training, slice(kept, total)))
+    assert found[la.complement_weight] == pytest.approx(min(found.values()), rel=1e-6)
+
+
+def test_where_the_exact_curvature_does_not_fit_the_weight_is_the_same(monkeypatch):
+    problem = Problem("mlp", "regression")
+    options = {"subspace_inputs": problem.training, "complement": "kfac", "complement_weight": "fitted"}
+    expected = problem.fit(**options).complement_weight
+    monkeypatch.setattr("sublaplace.projectors.context.fits", lambda *_: False)
+    monkeypatch.setattr("sublaplace.projectors.context.exact_ggn", lambda *_: pytest.fail("it does not fit"))
+    assert problem.fit(**options).complement_weight == expected
+
+
+def test_a_complement_of_the_wrong_size_is_corrected():
+    # KFAC of a single layer is exact in regression: a quarter of the curvature needs the weight 4.
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 4, dtype=torch.float64)
+    model = torch.nn.Linear(4, 1, bias=False).double()
+    batches = [(inputs, model(inputs).detach() + torch.randn(40, 1).double())]
+    options = {"dim": 0, "complement": "kfac", "noise_std": 0.5, "prior_precision": 1.0}
+    right = SubspaceLaplace(model, "regression", complement_weight="fitted", **options).fit(batches)
+    assert right.complement_weight == 1.0
+    linearization = right._linearization
+    context = ProjectorContext(
+        CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40), None, 40, 1, 1, 1.0, 0
+    )
+    quarter = replace(right._posterior.scaled(0.25), weight=1.0)
+    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]))
+    assert corrected.weight == 4.0
+
+
+def test_the_weight_is_kept_in_a_file(tmp_path: Path):
+    problem = Problem("mlp", "classification")
+    la = problem.fit(complement="kfac", complement_weight="fitted")
+    la.save(tmp_path / "la.safetensors")
+    other = SubspaceLaplace.load(tmp_path / "la.safetensors", problem.model)
+    assert other.complement_weight == la.complement_weight
+    assert torch.equal(other.functional_covariance(problem.new), la.functional_covariance(problem.new))
+    assert (f"{la.complement_weight:g}" in la.summary()) or la.complement_weight == 1.0
+
+
+def test_bad_weights_are_refused():
+    model, _ = make("mlp", 3)
+    for options, message in (
+        ({"complement_weight": 2.0}, "there is no complement"),
+        ({"complement": "kfac", "complement_weight": "best"}, "Unknown complement_weight 'best'"),
+        ({"complement": "kfac", "complement_weight": -1}, "must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SubspaceLaplace(model, "classification", **options)

@@ -37,25 +37,39 @@ from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_p
 from sublaplace.fitting import paired, perturbed
 from sublaplace.posterior import Posterior
 from sublaplace.projection import Projection
-from sublaplace.projectors.correction import correction
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
+from sublaplace.weighting import nearest
 
 NEEDS_EXACT = ("lowrank-ggn", "lowrank-correction")
 FEASIBLE = tuple(name for name in PROJECTORS if name not in NEEDS_EXACT)
 """The projectors that do without the exact GGN."""
 
-COMPLEMENT = "kfac"
-COMPLEMENTED = (
-    ("lowrank-kfac", "train"),
-    ("lowrank-isotropic", "train"),
-    ("lowrank-ggn", "train"),
-    ("lowrank-ggn", "perturbed"),
-    ("lowrank-correction", "augmented"),
-)
-"""Subspaces that have KFAC outside: projectors and the inputs that they are built from. The first is the paper's, the
-others are candidates for the best one; none needs labels of new data, or the inputs that it is judged on."""
 
+@dataclass(frozen=True)
+class Complemented:
+    """A subspace with KFAC outside: the projector, the inputs that it is built from, and what stands outside."""
+
+    projector: str
+    inputs: str = "train"
+    complement: str = "kfac"  # or "kfac-fitted": with its weight fitted to the full posterior on held-back inputs
+
+    @property
+    def needs_exact(self) -> bool:
+        return self.projector in NEEDS_EXACT or self.complement == "kfac-fitted"
+
+
+COMPLEMENTED = (
+    Complemented("lowrank-kfac"),
+    Complemented("lowrank-isotropic"),
+    Complemented("lowrank-ggn", "perturbed"),
+    Complemented("lowrank-correction", "augmented"),
+    Complemented("lowrank-correction", "augmented", "kfac-fitted"),
+)
+"""The first is the paper's subspace, the others are candidates for the best one; none needs labels of new data, or the
+inputs that it is judged on."""
+
+MOST_INPUTS = 1000  # of those that such a subspace is built from, before noisy ones are added
 PERTURBATION = 0.1  # of the standard deviation of each feature
 
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
@@ -204,24 +218,45 @@ def reduced_posterior(problem: Problem, projection: Projection) -> SubspacePoste
     )
 
 
-def complemented_projection(problem: Problem, name: str, inputs: str, dim: int, exact: Exact | None) -> Projection:
+def complemented_projection(problem: Problem, method: Complemented, dim: int, exact: Exact | None) -> Projection:
     """P of one of `COMPLEMENTED`, from nothing that was computed before but the exact Λ, where it is needed."""
-    context = replace(problem.context, dim=dim, known={})
-    jacobians = context.subspace_jacobians
-    if inputs != "train":
-        noisy = perturbed(jacobians.inputs, PERTURBATION, context.seed)
-        jacobians = replace(jacobians, inputs=noisy if inputs == "perturbed" else paired(jacobians.inputs, noisy))
+    inputs, _ = _inputs_and_held_back(problem, method)
+    context = replace(problem.context, dim=dim, known={}, subspace_jacobians=problem.jacobians(inputs))
+    if exact is not None:
+        context = replace(context, known_exact={context.prior_precision: exact})
     with expected_ranks():
-        if name not in NEEDS_EXACT:
-            return PROJECTORS[name](replace(context, subspace_jacobians=jacobians))
-        assert exact is not None
-        if name == "lowrank-ggn":
-            return low_rank(jacobians, exact, dim)
-        return correction(jacobians, exact, context.kfac(), context.stream.likelihood.noise_variances, dim)
+        return PROJECTORS[method.projector](context)
 
 
-def complemented_posterior(problem: Problem, projection: Projection) -> ComplementedPosterior:
+def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tensor, Tensor | None]:
+    """X′, and the fifth of it that is held back where the weight of the complement is fitted."""
+    inputs = problem.context.subspace_jacobians.inputs[:MOST_INPUTS]
+    if method.inputs != "train":
+        noisy = perturbed(inputs, PERTURBATION, problem.seed)
+        inputs = noisy if method.inputs == "perturbed" else paired(inputs, noisy)
+    if method.complement != "kfac-fitted":
+        return inputs, None
+    kept = len(inputs) - len(inputs) // 5
+    return inputs[:kept], inputs[kept:]
+
+
+def complemented_posterior(
+    problem: Problem, method: Complemented, projection: Projection, exact: Exact | None
+) -> ComplementedPosterior:
     """The posterior that is exact in the span of P and KFAC outside: two passes over the training data."""
+    posterior = _complemented(problem, projection)
+    _, held_back = _inputs_and_held_back(problem, method)
+    if held_back is None:
+        return posterior
+    assert exact is not None
+    covariance = exact.joint_covariance(problem.to(torch.float64).jacobians(held_back))
+    noise = problem.context.stream.likelihood.noise_variances
+    fitted = nearest(posterior, covariance, problem.jacobians(held_back), noise)
+    assert isinstance(fitted, ComplementedPosterior)
+    return fitted
+
+
+def _complemented(problem: Problem, projection: Projection) -> ComplementedPosterior:
     context = replace(problem.context, known={})
     if isinstance(projection, Basis):
         projection = replace(projection, vectors={n: part.to(problem.dtype) for n, part in projection.vectors.items()})

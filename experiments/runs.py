@@ -16,11 +16,10 @@ from tqdm import tqdm
 
 from experiments.datasets import Dataset, image_pixels, image_tensor, load
 from experiments.methods import (
-    COMPLEMENT,
     COMPLEMENTED,
     FEASIBLE,
-    NEEDS_EXACT,
     CertainSweep,
+    Complemented,
     ComplementSweep,
     Cost,
     Exact,
@@ -69,8 +68,8 @@ OWN_PRIOR = (
     (KFAC, ""),
     ("lowrank-kfac", ""),
     (OPTIMUM, ""),
-    ("lowrank-kfac", COMPLEMENT),
-    ("lowrank-correction", COMPLEMENT),
+    ("lowrank-kfac", "kfac"),
+    ("lowrank-correction", "kfac-fitted"),
 )
 """Projectors and complements that are also judged at their own λ."""
 PRIOR_FACTORS = [10 ** (k / 2) for k in range(-4, 5)]  # of the paper's λ
@@ -161,15 +160,16 @@ class SeedRun:
         main, *corrupted = (test_set.name for test_set in self.test_sets)
         plain = (KFAC, MAP) if self.problem.noise_std is not None else (KFAC, MAP, TEMPERATURE)
         jobs = [self._job(main, name) for name in (*EXACT, *FEASIBLE, *plain)]
-        jobs += [self._complemented_job(name, inputs) for name, inputs in COMPLEMENTED]
+        jobs += [self._complemented_job(method) for method in COMPLEMENTED]
         return jobs + [self._job(name, method) for name in corrupted for method in (FULL, *FEASIBLE, *plain)]
 
     def _job(self, dataset: str, name: str) -> Job:
         inputs = "test" if name == OPTIMUM else "train" if name.startswith("lowrank") else ""
         return Job(dataset, self.problem.seed, name, inputs)
 
-    def _complemented_job(self, name: str, inputs: str) -> Job:
-        return Job(self.test_sets[0].name, self.problem.seed, name, inputs, COMPLEMENT)
+    def _complemented_job(self, method: Complemented) -> Job:
+        main = self.test_sets[0].name
+        return Job(main, self.problem.seed, method.projector, method.inputs, method.complement)
 
     # With the exact GGN
 
@@ -195,8 +195,8 @@ class SeedRun:
             else:
                 inputs = self.draw(main) if name == OPTIMUM else problem.context.subspace_jacobians.inputs
                 self._low_rank_job(todo, name, main, problem, exact, problem.jacobians(inputs), cost)
-        for name, inputs_of_p in complemented:
-            self._complement(todo, name, inputs_of_p, problem, exact, cost)
+        for method in complemented:
+            self._complement(todo, method, problem, exact, cost)
         for test_set in traces:
             scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
             self._write(todo, {self._job(test_set.name, FULL): scores}, cost, _precision_note(problem))
@@ -218,24 +218,27 @@ class SeedRun:
         sweep = _sweep_of(name, posterior, dims)
         self._finish(todo, self._job(test_set.name, name), test_set, problem, sweep, cost_of_exact.then(cost), fit)
 
-    def _complemented_left(self, todo: "_Todo", needs_exact: bool) -> list[tuple[str, str]]:
-        return [
-            (name, inputs)
-            for name, inputs in COMPLEMENTED
-            if (name in NEEDS_EXACT) == needs_exact and todo.has(self._complemented_job(name, inputs))
-        ]
+    def _complemented_left(self, todo: "_Todo", needs_exact: bool) -> list[Complemented]:
+        methods = [method for method in COMPLEMENTED if method.needs_exact == needs_exact]
+        return [method for method in methods if todo.has(self._complemented_job(method))]
 
     def _complement(
-        self, todo: "_Todo", name: str, inputs: str, problem: Problem, exact: Exact | None, cost_of_exact: Cost | None
+        self,
+        todo: "_Todo",
+        method: Complemented,
+        problem: Problem,
+        exact: Exact | None,
+        cost_of_exact: Cost | None,
     ) -> None:
         """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
-        todo.say(f"{name} from {inputs} inputs, {COMPLEMENT} outside")
+        todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dim = max(COMPARED_DIMS)
-        projection, cost = measured(lambda: complemented_projection(problem, name, inputs, dim, exact))
-        posterior, fit = measured(lambda: complemented_posterior(self.problem, projection))
+        projection, cost = measured(lambda: complemented_projection(problem, method, dim, exact))
+        posterior, fit = measured(lambda: complemented_posterior(self.problem, method, projection, exact))
         sweep = ComplementSweep(posterior, capped(list(COMPARED_DIMS), posterior.dim))
         cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
-        self._finish(todo, self._complemented_job(name, inputs), self.test_sets[0], self.problem, sweep, cost, fit)
+        extra = {"complement_weight": posterior.outside.weight}
+        self._finish(todo, self._complemented_job(method), self.test_sets[0], self.problem, sweep, cost, fit, extra)
 
     def _reference_path(self, test_set: TestSet) -> Path:
         return self.computed / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
@@ -269,8 +272,8 @@ class SeedRun:
                 posterior, cost, fit = self._fitted(name, max(dims))
                 sweep = _sweep_of(name, posterior, dims)
                 self._finish(todo, self._job(main.name, name), main, self.problem, sweep, cost, fit)
-        for name, inputs in self._complemented_left(todo, needs_exact=False):
-            self._complement(todo, name, inputs, self.problem, None, None)
+        for method in self._complemented_left(todo, needs_exact=False):
+            self._complement(todo, method, self.problem, None, None)
         if todo.has(self._job(main.name, KFAC)):
             todo.say(KFAC)
             kfac, cost = measured(lambda: kfac_posterior(self.problem))

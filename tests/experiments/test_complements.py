@@ -11,13 +11,13 @@ from test_runs import IMAGES, PLAIN, pictures, regression
 from torch.distributions import Normal
 
 from experiments import runs
-from experiments.methods import COMPLEMENTED, Problem, Sweep
-from experiments.results import Results
+from experiments.methods import COMPLEMENTED, Complemented, Problem, Sweep
+from experiments.results import Job, Results
 from experiments.runs import SeedRun
 from experiments.scores import TestSet, own_prior_scores
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
-from sublaplace.fitting import perturbed
+from sublaplace.fitting import paired, perturbed
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_candidate_has_its_rows_and_none_twice(folder: Path) -> None:
     results = Results(folder / "results.csv")
     rows = [row for row in results.rows() if row.complement]
-    assert {(row.projector, row.inputs) for row in rows} == set(COMPLEMENTED)
+    assert {Complemented(row.projector, row.inputs, row.complement) for row in rows} == set(COMPLEMENTED)
     assert {row.metric for row in rows} >= {"kl", "log_trace", "relative_error", "nll", "coverage"}
-    assert len({(row.projector, row.inputs, row.s, row.metric) for row in rows}) == len(rows)
+    assert len({(row.job, row.s, row.metric) for row in rows}) == len(rows)
     runs.run(PLAIN, regression(), [0], results, folder)
     assert len(Results(folder / "results.csv").rows()) == len(results.rows())
 
@@ -63,27 +63,29 @@ def test_the_divergence_is_that_of_the_facade(folder: Path) -> None:
     assert found.value == pytest.approx(metrics.kl_gaussian(*joint), rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("lowrank-ggn", "perturbed"), ("lowrank-correction", "augmented")])
-def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Path, name: str, inputs: str) -> None:
+@pytest.mark.parametrize("method", [method for method in COMPLEMENTED if method.needs_exact])
+def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Path, method: Complemented) -> None:
     data = regression()
     problem = Problem(PLAIN, data, trained_network(PLAIN, data, 0, folder / "weights"), 0).to(PLAIN.dtype)
     assert problem.noise_std is not None
     X = problem.context.subspace_jacobians.inputs
     noisy = perturbed(X, 0.1, 0)
-    options = {"prior_precision": PLAIN.prior_precision, "noise_std": problem.noise_std}
     la = SubspaceLaplace(
         problem.network,
         "regression",
-        name,
+        method.projector,
         400,
         complement="kfac",
-        subspace_inputs=noisy if inputs == "perturbed" else torch.cat([X, noisy]),
-        **options,
+        complement_weight="fitted" if method.complement == "kfac-fitted" else 1.0,
+        subspace_inputs=noisy if method.inputs == "perturbed" else paired(X, noisy),
+        prior_precision=PLAIN.prior_precision,
+        noise_std=problem.noise_std,
     )
     with pytest.warns(UserWarning, match="rank"):
         la.fit([(data.train_inputs.double(), data.train_targets.double())])
     rows = Results(folder / "results.csv").rows()
-    (found,) = (r for r in rows if (r.projector, r.inputs, r.complement, r.metric) == (name, inputs, "kfac", "nll"))
+    key = ("toy", 0, method.projector, method.inputs, method.complement)
+    (found,) = (row for row in rows if row.job == Job(*key) and row.metric == "nll")
     prediction = la.predict(data.test_inputs.double())
     assert prediction.total is not None
     expected = metrics.nll(prediction.mean, data.test_targets, prediction.total)
@@ -94,7 +96,7 @@ def test_classification_has_every_candidate(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.csv")
     runs.run(IMAGES, pictures(), [0], results, tmp_path)
     rows = [row for row in results.rows() if row.complement]
-    assert {(row.projector, row.inputs) for row in rows} == set(COMPLEMENTED)
+    assert {Complemented(row.projector, row.inputs, row.complement) for row in rows} == set(COMPLEMENTED)
     values = {row.metric: row.value for row in rows if row.projector == "lowrank-correction"}
     assert values["kl_mean"] >= 0 and 0 < values["brier"] < 2
 

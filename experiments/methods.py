@@ -229,15 +229,15 @@ def complemented_projection(problem: Problem, method: Complemented, dim: int, ex
 
 
 def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tensor, Tensor | None]:
-    """X′, and the fifth of it that is held back where the weight of the complement is fitted."""
-    inputs = problem.context.subspace_jacobians.inputs[:MOST_INPUTS]
+    """X′, and the fifth of the training inputs that is held back where the weight of the complement is fitted."""
+    inputs, held_back = problem.context.subspace_jacobians.inputs[:MOST_INPUTS], None
+    if method.complement == "kfac-fitted":
+        kept = len(inputs) - len(inputs) // 5
+        inputs, held_back = inputs[:kept], inputs[kept:]
     if method.inputs != "train":
         noisy = perturbed(inputs, PERTURBATION, problem.seed)
         inputs = noisy if method.inputs == "perturbed" else paired(inputs, noisy)
-    if method.complement != "kfac-fitted":
-        return inputs, None
-    kept = len(inputs) - len(inputs) // 5
-    return inputs[:kept], inputs[kept:]
+    return inputs, held_back
 
 
 def complemented_posterior(
@@ -250,8 +250,8 @@ def complemented_posterior(
         return posterior
     assert exact is not None
     covariance = exact.joint_covariance(problem.to(torch.float64).jacobians(held_back))
-    noise = problem.context.stream.likelihood.noise_variances
-    fitted = nearest(posterior, covariance, problem.jacobians(held_back), noise)
+    likelihood, num_data = problem.context.stream.likelihood, problem.context.num_data
+    fitted = nearest(posterior, covariance, problem.jacobians(held_back), likelihood, num_data)
     assert isinstance(fitted, ComplementedPosterior)
     return fitted
 

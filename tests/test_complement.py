@@ -17,10 +17,10 @@ SMALL = ["mlp", "paper-cnn", "transformer", "embedding"]
 class Problem:
     """A network, training data, new inputs, and the dense matrices of both."""
 
-    def __init__(self, name, kind, dtype=torch.float64):
+    def __init__(self, name, kind, dtype=torch.float64, skip=0):
         self.model, inputs = make(name, 12, dtype)
         n = num_inputs(inputs)
-        self.training, self.new = select(inputs, slice(0, n - 4)), select(inputs, slice(n - 4, n))
+        self.training, self.new = select(inputs, slice(skip, n - 4)), select(inputs, slice(n - 4, n))
         outputs = dense_outputs(self.model, self.training)
         if kind == "classification":
             targets, hessians = labels(self.model, self.training), softmax_hessians(outputs)

@@ -76,16 +76,42 @@ def test_the_fitted_weight_is_the_best_on_inputs_that_were_held_back(name, kind)
         seen.append(context.subspace_jacobians.inputs)
         return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
 
-    la = problem.fit(projector=spy, subspace_inputs=problem.training, complement="kfac", complement_weight="fitted")
-    total, kept = num_inputs(problem.training), num_inputs(seen[0])
-    assert kept == total - max(1, total // 5)
-    found = divergences(problem, la, select(problem.training, slice(kept, total)))
+    la = problem.fit(projector=spy, subspace_inputs=problem.new, complement="kfac", complement_weight="fitted")
+    assert num_inputs(seen[0]) == 3
+    found = divergences(problem, la, select(problem.new, slice(3, 4)))
     assert found[la.complement_weight] == pytest.approx(min(found.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [0, 4])
+@pytest.mark.parametrize("name", SMALL)
+def test_training_inputs_are_compared_as_if_they_had_not_been_seen(name, dim, kind):
+    problem = Problem(name, kind)
+    la = problem.fit(complement="kfac", dim=dim)
+    held_back = select(problem.training, slice(0, 2))
+    rest = Problem(name, kind, skip=2)
+    J = dense_jacobian(problem.model, held_back)
+    (variance,) = la._settings.likelihood.noise_variances
+    noise = variance * torch.eye(len(J)).double()
+    exact = J @ torch.linalg.solve(rest.precision, J.T) + noise
+    share = 1 - 2 / num_inputs(problem.training)
+    found = {}
+    for weight in weighting.WEIGHTS:
+        outside = weighted_outside(problem, "kfac", share * weight)
+        covariance = J @ (dense_complemented(rest, la.projection, outside) if dim else outside) @ J.T
+        found[weight] = metrics.kl_gaussian(exact, covariance + noise)
+    jacobians = Jacobians(la._linearization, held_back)
+    full = dense_jacobian(problem.model, held_back)
+    seen = full @ torch.linalg.solve(problem.precision, full.T)
+    likelihood = la._fitted()[1].likelihood
+    fitted = weighting.nearest(la._posterior, seen, jacobians, likelihood, num_inputs(problem.training))
+    weight = fitted.outside.weight if dim else fitted.weight
+    assert found[weight] == pytest.approx(min(found.values()), rel=1e-6)
 
 
 def test_where_the_exact_curvature_does_not_fit_the_weight_is_the_same(monkeypatch):
     problem = Problem("mlp", "regression")
-    options = {"subspace_inputs": problem.training, "complement": "kfac", "complement_weight": "fitted"}
+    options = {"complement": "kfac", "complement_weight": "fitted"}
     expected = problem.fit(**options).complement_weight
     monkeypatch.setattr("sublaplace.projectors.context.fits", lambda *_: False)
     monkeypatch.setattr("sublaplace.projectors.context.exact_ggn", lambda *_: pytest.fail("it does not fit"))
@@ -106,7 +132,7 @@ def test_a_complement_of_the_wrong_size_is_corrected():
         CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40), None, 40, 1, 1, 1.0, 0
     )
     quarter = replace(right._posterior.scaled(0.25), weight=1.0)
-    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]))
+    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]), True)
     assert corrected.weight == 4.0
 
 

@@ -147,6 +147,7 @@ def fit(
         held_back = None
         if settings.holds_back and subspace_inputs is not None:
             subspace_inputs, held_back = _split(subspace_inputs)
+        subspace_inputs = _varied(settings, subspace_inputs)
         context = ProjectorContext(
             stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
             subspace_jacobians=Jacobians(linearization, subspace_inputs, progress),
@@ -164,12 +165,13 @@ def fit(
         posterior, certificate = _posterior(settings, context, stages)
         if settings.dim == AUTO and held_back is not None:
             assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
-            dim = _smallest_dim(settings, certificate, Jacobians(linearization, held_back))
+            dim = _smallest_dim(settings, certificate, Jacobians(linearization, _varied(settings, held_back)))
             posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
         if isinstance(posterior, ComplementedPosterior | BlockPrecision):
             if isinstance(settings.complement_weight, str):
                 with _noted(stages, "complement's weight", linearization.device):
-                    posterior = with_fitted_weight(posterior, context, Jacobians(linearization, held_back))
+                    drawn = settings.subspace_inputs is None or isinstance(settings.subspace_inputs, str)
+                    posterior = with_fitted_weight(posterior, context, Jacobians(linearization, held_back), drawn)
             elif settings.complement_weight != 1.0:
                 posterior = posterior.reweighted(settings.complement_weight)
         ratios = _kfac_trace_ratios(context, survey)
@@ -216,7 +218,8 @@ def _look_at(
 ) -> tuple[Survey, Any, str | None]:
     """The survey of the training data, X′, and with a checkpoint the data's fingerprint."""
     given = settings.subspace_inputs
-    variation, given = (given, None) if isinstance(given, str) else (None, given)
+    if isinstance(given, str):
+        given = None
     if given is not None:
         given = linearization.to_device(joined_inputs(given, "subspace_inputs"))
     data = None if checkpoint is None else fingerprint(loader)
@@ -245,9 +248,6 @@ def _look_at(
                 "fingerprints": [data, fingerprint_of(given)],
             }
             checkpoint.write("survey", {}, numbers)
-    if variation is not None and drawn is not None:
-        noisy = perturbed(drawn, settings.perturbation, settings.seed)
-        drawn = noisy if variation == PERTURBED else paired(drawn, noisy)
     return survey, drawn if given is None else given, data
 
 
@@ -257,6 +257,14 @@ def joined_inputs(x: Any, what: str) -> Any:
     if not any(num_inputs(inputs) for inputs in parts):
         raise ValueError(f"There are no inputs: {what} is empty.")
     return join(parts)
+
+
+def _varied(settings: Settings, inputs: Any) -> Any:
+    """Drawn inputs with noise, or beside the same with noise, where that is asked for."""
+    if inputs is None or not isinstance(settings.subspace_inputs, str):
+        return inputs
+    noisy = perturbed(inputs, settings.perturbation, settings.seed)
+    return noisy if settings.subspace_inputs == PERTURBED else paired(inputs, noisy)
 
 
 def perturbed(inputs: Any, scale: float, seed: int) -> Any:

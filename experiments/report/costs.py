@@ -80,7 +80,10 @@ def large_fits(path: Path, published: Published) -> Table:
         cells = [f"{row['network']}, {row['projector']}", row["dim"], row["num_subspace_inputs"], row["num_data"]]
         cells += [row["threads"], number(seconds, 0), number(1000 * seconds / images, 0)]
         cells += [number(seconds / images * PAPER_IMAGES / 60, 0), _paper_minutes(published, row)]
-        cells += [number(float(row["posterior_seconds"]), 0), number(float(row["peak_mb"]) / 1024, 2)]
+        cells += [
+            number(float(row["posterior_seconds"]), 0) if row["posterior_seconds"] else NOTHING,
+            number(float(row["peak_mb"]) / 1024, 2),
+        ]
         numbers = int(row["dim"]) * (int(row["parameters"]) + int(row["dim"]))
         cells.append(f"{numbers:.3e}" if row["projector"].startswith("lowrank") else NOTHING)
         rows.append(cells)

@@ -61,9 +61,9 @@ class Complemented:
 
 COMPLEMENTED = (
     Complemented("lowrank-kfac"),
-    Complemented("lowrank-isotropic"),
+    Complemented("lowrank-isotropic", complement="kfac-fitted"),
     Complemented("lowrank-ggn", "perturbed"),
-    Complemented("lowrank-correction", "augmented"),
+    Complemented("lowrank-correction", complement="kfac-fitted"),
     Complemented("lowrank-correction", "augmented", "kfac-fitted"),
 )
 """The first is the paper's subspace, the others are candidates for the best one; none needs labels of new data, or the

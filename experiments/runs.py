@@ -68,7 +68,6 @@ OWN_PRIOR = (
     (KFAC, ""),
     ("lowrank-kfac", ""),
     (OPTIMUM, ""),
-    ("lowrank-kfac", "kfac"),
     ("lowrank-correction", "kfac-fitted"),
 )
 """Projectors and complements that are also judged at their own λ."""

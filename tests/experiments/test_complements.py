@@ -52,13 +52,13 @@ def test_the_divergence_is_that_of_the_facade(folder: Path) -> None:
     full = SubspaceLaplace(problem.network, "regression", "full", **options).fit(loader)
     X = problem.context.subspace_jacobians.inputs
     la = SubspaceLaplace(
-        problem.network, "regression", "lowrank-isotropic", 400, complement="kfac", subspace_inputs=X, **options
+        problem.network, "regression", "lowrank-kfac", 400, complement="kfac", subspace_inputs=X, **options
     )
     with pytest.warns(UserWarning, match="rank"):
         la.fit(loader)
     noise = problem.noise_std**2 * torch.eye(2 * len(drawn), dtype=torch.float64)
     joint = [posterior.functional_covariance(drawn, joint=True) + noise for posterior in (full, la)]
-    (found,) = (row for row in rows if row.projector == "lowrank-isotropic")
+    (found,) = (row for row in rows if row.projector == "lowrank-kfac")
     assert found.s == la.dim
     assert found.value == pytest.approx(metrics.kl_gaussian(*joint), rel=1e-4)
 
@@ -81,7 +81,7 @@ def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Pat
         400,
         complement="kfac",
         complement_weight=found["complement_weight"],
-        subspace_inputs=noisy if method.inputs == "perturbed" else paired(X, noisy),
+        subspace_inputs={"train": X, "perturbed": noisy, "augmented": paired(X, noisy)}[method.inputs],
         prior_precision=PLAIN.prior_precision,
         noise_std=problem.noise_std,
     )

@@ -66,7 +66,9 @@ class Measurements:
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = pd.DataFrame([vars(row) | {"method": _method(row)} for row in rows])
+        self.rows = pd.DataFrame(
+            [vars(row) | {"method": method_name(row.projector, row.inputs, row.complement)} for row in rows]
+        )
         # By data set, method and metric: for every s the value of every seed.
         self._values: dict[tuple[str, str, str], dict[int | None, dict[int, float]]] = {}
         for row in self.rows.itertuples():
@@ -109,6 +111,11 @@ class Measurements:
         most = max((len(seeds) for seeds in sweep.values()), default=0)
         return sorted(s for s, seeds in sweep.items() if s is not None and len(seeds) == most)
 
+    def all_dims(self, dataset: str, method: str) -> list[int]:
+        """The dimensions s that any seed of a method has, ascending."""
+        dims = {s for (d, m, _), sweep in self._values.items() if (d, m) == (dataset, method) for s in sweep}
+        return sorted(s for s in dims if s is not None)
+
     def divergence(self, dataset: str) -> str:
         """The metric that the paper calls KL: joint over inputs for regression, mean over them for classification."""
         metrics = set(self.rows.loc[self.rows["dataset"] == dataset, "metric"])
@@ -120,11 +127,12 @@ class Measurements:
         return sorted(int(seed) for seed in self.rows.loc[chosen, "seed"].unique())
 
 
-def _method(row: Row) -> str:
-    name = row.projector
-    if row.inputs not in ("", "train") and name != "lowrankopt-ggn":
-        name += f" from {row.inputs}"
-    return f"{name}, {row.complement} outside" if row.complement else name
+def method_name(projector: str, inputs: str, complement: str) -> str:
+    name = projector
+    if inputs not in ("", "train") and name != "lowrankopt-ggn":
+        name += f" from {inputs}"
+    outside = complement.replace("kfac-fitted", "fitted kfac")
+    return f"{name}, {outside} outside" if outside else name
 
 
 def on_grid(s: int, largest: float) -> bool:

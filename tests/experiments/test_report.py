@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.corruptions import MNIST_C
-from experiments.report import costs, write_report
+from experiments.report import beyond, costs, write_report
 from experiments.report.checks import divergence_check, rank_correlation, trace_checks
 from experiments.report.document import Bullets, Document, Figure, Figures, Paragraph, Section, Strong, Table
 from experiments.report.figures import Panel, against_dimension
@@ -249,6 +249,44 @@ def test_ranks_are_those_that_the_notes_tell() -> None:
     table = ranks(Measurements(rows), Published())
     assert table.rows[0] == ["enb", "843 to 851, rank", "–", "–", "–", "–", "972"]
     assert table.rows[1] == ["redwine", "–", "–", "–", "–", "–", "753"]
+
+
+def beyond_rows() -> list[Row]:
+    """Two seeds: the optimum ends at its rank 90; own λ for the best method alone."""
+    rows = []
+    for seed in (0, 1):
+        for name, complement, inputs, s, kl in (
+            ("map", "", "", 0, 10.0),
+            ("kfac", "", "", 500, 4.0 + seed),
+            ("lowrank-kfac", "", "train", 100, 6.0),
+            ("lowrank-correction", "kfac-fitted", "augmented", 100, 2.0),
+            ("lowrankopt-ggn", "", "test", 90, 1.0),
+        ):
+            rows.append(Row("enb", seed, name, s, "kl", kl, inputs, complement))
+            rows.append(Row("enb", seed, name, s, "nll", kl / 10, inputs, complement))
+    best = ("augmented", "kfac-fitted")
+    rows.append(Row("enb", 0, "lowrank-correction", 100, "own_nll", 0.15, *best))
+    rows.append(Row("enb", 0, "lowrank-correction", 100, "own_prior_precision", 3.0, *best))
+    return rows
+
+
+def test_methods_with_kfac_outside_stand_beside_the_optimum_and_the_paper() -> None:
+    measurements = Measurements(beyond_rows())
+    table = beyond.divergences(measurements, ["enb"], 100)
+    cells = {row[0]: row[1] for row in table.rows}
+    assert cells["kfac"] == "4.5 (0.5)"
+    assert cells["lowrankopt-ggn"] == "1 (0)"  # at its rank
+    assert isinstance(cells[beyond.BEST], Strong) and not isinstance(cells["lowrankopt-ggn"], Strong)
+    assert beyond.closed_gap(measurements, "enb", beyond.BEST, 100) == pytest.approx(0.8)
+    assert beyond.closed_gap(measurements, "redwine", beyond.BEST, 100) is None
+    text = beyond.verdict(measurements, ["enb"])
+    assert "in 2 of 2 cases" in text and "enb 80 %" in text
+
+
+def test_scores_at_the_own_prior_stand_beside_those_at_the_papers() -> None:
+    rows = {row[0]: row[1:] for row in beyond.scores(Measurements(beyond_rows()), "enb").rows if row[1] != "400"}
+    assert rows[beyond.BEST] == ["100", "0.2000 (0.0000)", "0.1500", "3.0"]
+    assert rows["map"][0] == "–" and rows["map"][2:] == ["–", "–"]
 
 
 def test_large_fits_stand_beside_the_minutes_of_the_paper(tmp_path: Path) -> None:

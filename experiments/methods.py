@@ -240,20 +240,21 @@ def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tenso
     return inputs, held_back
 
 
-def complemented_posterior(
-    problem: Problem, method: Complemented, projection: Projection, exact: Exact | None
-) -> ComplementedPosterior:
-    """The posterior that is exact in the span of P and KFAC outside: two passes over the training data."""
+def complemented_posteriors(
+    problem: Problem, method: Complemented, projection: Projection, dims: Sequence[int], exact: Exact | None
+) -> dict[int, ComplementedPosterior]:
+    """For each s the posterior that is exact in s dimensions and KFAC outside: two passes over the training data."""
     posterior = _complemented(problem, projection)
+    posteriors = {s: posterior.truncated(s) for s in capped(list(dims), posterior.dim)}
     _, held_back = _inputs_and_held_back(problem, method)
     if held_back is None:
-        return posterior
+        return posteriors
     assert exact is not None
-    covariance = exact.joint_covariance(problem.to(torch.float64).jacobians(held_back))
-    likelihood, num_data = problem.context.stream.likelihood, problem.context.num_data
-    fitted = nearest(posterior, covariance, problem.jacobians(held_back), likelihood, num_data)
-    assert isinstance(fitted, ComplementedPosterior)
-    return fitted
+    precise = problem.to(torch.float64).jacobians(held_back)
+    covariances = torch.cat([exact.covariance(jacobian) for jacobian in precise])
+    likelihood, inputs = problem.context.stream.likelihood, problem.jacobians(held_back)
+    fitted = {s: nearest(posterior, covariances, inputs, likelihood, True) for s, posterior in posteriors.items()}
+    return {s: posterior for s, posterior in fitted.items() if isinstance(posterior, ComplementedPosterior)}
 
 
 def _complemented(problem: Problem, projection: Projection) -> ComplementedPosterior:
@@ -339,22 +340,24 @@ class SubspaceSweep:
 
 @dataclass(frozen=True)
 class ComplementSweep:
-    """A posterior that is exact in the leading s dimensions and KFAC in all others, for each s."""
+    """For each s a posterior that is exact in s dimensions and KFAC in all others."""
 
-    posterior: ComplementedPosterior
-    dims: list[int]
+    posteriors: dict[int, ComplementedPosterior]
+
+    @property
+    def dims(self) -> list[int]:
+        return list(self.posteriors)
 
     def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        for s in self.dims:
-            yield self.posterior.truncated(s).covariance(jacobian).double()
+        for posterior in self.posteriors.values():
+            yield posterior.covariance(jacobian).double()
 
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        for s in self.dims:
-            yield self.posterior.truncated(s).joint_covariance(jacobians)
+        for posterior in self.posteriors.values():
+            yield posterior.joint_covariance(jacobians)
 
     def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        posteriors = {(s, prior): self.posterior.truncated(s).with_prior(prior) for s in dims for prior in priors}
-        return _covariances_of(posteriors)
+        return _covariances_of({(s, prior): self.posteriors[s].with_prior(prior) for s in dims for prior in priors})
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from experiments.methods import (
     Sweep,
     WholeSweep,
     capped,
-    complemented_posterior,
+    complemented_posteriors,
     complemented_projection,
     drawn,
     exact_posterior,
@@ -233,11 +233,14 @@ class SeedRun:
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dim = max(COMPARED_DIMS)
         projection, cost = measured(lambda: complemented_projection(problem, method, dim, exact))
-        posterior, fit = measured(lambda: complemented_posterior(self.problem, method, projection, exact))
-        sweep = ComplementSweep(posterior, capped(list(COMPARED_DIMS), posterior.dim))
+        posteriors, fit = measured(
+            lambda: complemented_posteriors(self.problem, method, projection, COMPARED_DIMS, exact)
+        )
+        sweep = ComplementSweep(posteriors)
         cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
-        extra = {"complement_weight": posterior.outside.weight}
-        self._finish(todo, self._complemented_job(method), self.test_sets[0], self.problem, sweep, cost, fit, extra)
+        weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
+        job = self._complemented_job(method)
+        self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit, of_dims=weights)
 
     def _reference_path(self, test_set: TestSet) -> Path:
         return self.computed / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
@@ -384,8 +387,9 @@ class SeedRun:
         cost: Cost | None = None,
         fit: Cost | None = None,
         extra: Scores | None = None,
+        of_dims: dict[int, Scores] | None = None,
     ) -> None:
-        """Scores a posterior and writes its rows. `extra` are numbers that do not depend on s."""
+        """Scores a posterior and writes its rows, with other numbers: `extra` do not depend on s, `of_dims` do."""
         name = job.projector
         scores = self._approximation(test_set, problem, sweep)
         for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
@@ -395,6 +399,8 @@ class SeedRun:
             priors = [self.recipe.prior_precision * factor for factor in PRIOR_FACTORS]
             for s, values in own_prior_scores(problem, test_set, sweep, dims, priors).items() if dims else ():
                 scores[s] |= values
+        for s, values in (of_dims or {}).items():
+            scores[s] |= values
         scores[sweep.dims[-1]] |= (extra or {}) | ({"posterior_seconds": fit.seconds} if fit else {})
         note = _precision_note(problem)
         grid = list(COMPARED_DIMS) if job.complement else self.recipe.dims(name)

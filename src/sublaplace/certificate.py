@@ -63,9 +63,8 @@ class Certificate:
     @cached_property
     def _inner_factor(self) -> Tensor:
         """The Cholesky factor of λI + ZᵀZ: (s, s)."""
-        half = torch.linalg.solve_triangular(self._factor, self.scale**2 * gram(self.product), upper=False)
-        inner = torch.linalg.solve_triangular(self._factor, half.T, upper=False)
-        inner = (inner + inner.T) / 2
+        # As a sum of squares: from YᵀY, a nearly singular L would leave nothing but rounding.
+        inner = self.scale**2 * gram(self.product, self._factor)
         inner.diagonal().add_(self.subspace.prior_precision)
         return cholesky(inner, "The inner matrix of the upper bound")
 

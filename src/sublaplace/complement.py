@@ -1,6 +1,6 @@
 """A posterior that is exact in the subspace and KFAC (or diagonal) outside of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,6 +126,23 @@ class ComplementedPosterior:
         whitened = self.inside.whitened(jacobian)
         flat = whitened.flatten(0, 1).T
         return whitened, torch.linalg.solve_triangular(self.inside.factor.T, flat, upper=True).T.view_as(whitened)
+
+    def outside_covariances(self, jacobian: Jacobian, weights: Sequence[float]) -> Tensor:
+        """J_cΨ_KJ_cᵀ for other weights of the curvature outside: (weights, n, K, K) in float64.
+
+        Every weight scales the same rows J_cΨ_K^½, one number a parameter.
+        """
+        _, solved = self._inside_rows(jacobian)
+        n, K, _ = solved.shape
+        result = torch.zeros(len(weights), n, K, K, dtype=torch.float64, device=solved.device)
+        for name, part in self.outside.parts.items():
+            rows = self._outside_rows(name, jacobian, solved)
+            eigenvalues = part.eigenvalues()
+            for index, weight in enumerate(weights):
+                other = eigenvalues * (weight / self.outside.weight)
+                scaled = rows * ((eigenvalues + self.prior_precision) / (other + self.prior_precision))
+                result[index] += scaled @ rows.transpose(1, 2)
+        return result
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Σ̃ for each input: (n, K, K)."""

@@ -49,14 +49,20 @@ def symmetric_product(factor: Tensor) -> Tensor:
 _SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
 
 
-def gram(vectors: Vectors) -> Tensor:
-    """V Vᵀ of vectors (r, p) held by parameter: (r, r) in float64. Cost: p·r²/2."""
+def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
+    """V Vᵀ of vectors (r, p) held by parameter, or of L⁻¹V for a triangular factor L: (r, r) in float64.
+
+    Cost: p·r²/2, with a factor p·r².
+    """
     count = len(next(iter(vectors.values())))
     total = torch.zeros((), dtype=torch.float64)
     for part in vectors.values():
         # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
         for piece in part.split(_columns_of_piece(count), dim=1):
-            total = symmetric_product(piece.double()) + total.to(piece.device)
+            exact = piece.double()
+            if factor is not None:
+                exact = torch.linalg.solve_triangular(factor, exact, upper=False)
+            total = symmetric_product(exact) + total.to(piece.device)
     return total
 
 

@@ -1,18 +1,14 @@
 """How much the approximate curvature outside of the subspace counts, fitted to the full Laplace approximation."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from sublaplace.complement import ComplementedPosterior
-from sublaplace.jacobians import Jacobians
+from sublaplace.jacobians import Jacobian, Jacobians
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.likelihoods import Likelihood
-from sublaplace.linalg import cholesky
 from sublaplace.matrix_free import MatrixFreePrecision
-from sublaplace.metrics import kl_gaussian
-from sublaplace.precision import BlockPrecision, single
+from sublaplace.precision import BlockPrecision
 from sublaplace.projectors.context import ProjectorContext
 
 Weighted = ComplementedPosterior | BlockPrecision
@@ -26,88 +22,74 @@ def with_fitted_weight(
     r"""The posterior with the weight w of K in Ψ_K = (wK + λ)⁻¹ that brings it nearest to the full one.
 
     KFAC misses the size of the curvature by a factor that differs from network to network. w is the power of two,
-    between 2⁻⁶ and 2⁶, at which the joint predictive of the given inputs diverges least from that of the full Laplace
-    approximation. P should not be built from them. Labels are not needed.
-
-    Inputs of the training data are better known than new ones. Where the given ones are such, both posteriors are
-    compared as they would be if these inputs had not been seen, which takes no pass over the data, see `nearest`.
+    between 2⁻⁶ and 2⁶, at which the predictives of the given inputs diverge least from those of the full Laplace
+    approximation, see `nearest`. P should not be built from these inputs. Labels are not needed.
 
     Cost: the exact covariance of the inputs (a pass over the data for the GGN where that fits, else one for every
-    iteration, for 16 of the inputs), and 13 joint covariances of the posterior.
+    iteration, for 16 of the inputs), and 13 predictions of the posterior.
     """
-    exact, inputs = _exact_covariance(context, inputs)
-    unseen = context.num_data if in_the_data else None
-    return nearest(posterior, exact, inputs, context.stream.likelihood, unseen)
+    if context.exact_fits():
+        exact = context.exact()
+        covariances = torch.cat([exact.covariance(jacobian).double() for jacobian in inputs])
+    else:
+        inputs = Jacobians(inputs.linearization, select(inputs.inputs, slice(0, _FEW_INPUTS)))
+        precision = MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3)
+        covariances = _diagonal_blocks(precision.full_covariance(inputs).covariance, num_inputs(inputs.inputs))
+    return nearest(posterior, covariances, inputs, context.stream.likelihood, in_the_data)
 
 
 def nearest(
-    posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: Likelihood, num_data: int | None
+    posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: Likelihood, in_the_data: bool
 ) -> Weighted:
-    r"""The posterior with the weight at which KL(N(0, Σ + R) ‖ N(0, Σ̃ + R)) of these inputs is least.
+    r"""The posterior with the weight at which Σ_i KL(N(0, Σ_i + R) ‖ N(0, Σ̃_i + R)) of these inputs is least.
 
-    `exact` is Σ over all of them together, R the noise of the outputs. With `num_data`, they are among so many training
-    data and are taken out of them: Λ′ = Λ − JᵀHJ gives Σ′ = Σ + Σ H^½ (I − H^½ᵀ Σ H^½)⁻¹ H^½ᵀ Σ, the measured
-    products become Λ′Q = ΛQ − JᵀH(JQ), and KFAC, a sum over the data, has (N − n)/N of its size.
+    `exact` are the Σ_i (n, C, C), R is the noise of the outputs. A posterior knows the inputs of its own training data
+    better than new ones. So where the given inputs are `in_the_data`, each is judged as if it had not been seen: taking
+    it out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
+
+        Σ′ = (I − ΣH)⁻¹ Σ,    Σ̃′ = G Σ_P + G (J_c Ψ_K J_cᵀ) Gᵀ  with G = (I − Σ_P H)⁻¹,
+
+    with H the Hessian of its outputs: C × C matrices of what is known anyway. (KFAC, a mean over the data times their
+    number, hardly changes by one of them.)
     """
-    noise = torch.tensor(likelihood.noise_variances, dtype=torch.float64, device=exact.device)
-    noise = torch.diag(noise.repeat(len(exact) // len(noise)))
-    share, compared = 1.0, posterior
-    if num_data is not None:
-        roots = _hessian_roots(inputs, likelihood)
-        exact = _left_out(exact, roots)
-        share = 1 - num_inputs(inputs.inputs) / num_data
-        if isinstance(posterior, ComplementedPosterior):
-            compared = _measured_without(posterior, inputs, roots)
-
-    def divergence(weight: float) -> float:
-        covariance = compared.reweighted(share * weight).joint_covariance(inputs).double()
-        return kl_gaussian(exact + noise, covariance + noise)
-
-    return posterior.reweighted(min(WEIGHTS, key=divergence))
-
-
-def _hessian_roots(inputs: Jacobians, likelihood: Likelihood) -> Tensor:
-    """H^½ of every input, with the likelihood's scales: (n, C, K) in float64."""
-    outputs = torch.cat([jacobian.outputs for jacobian in inputs])
-    cotangents = likelihood.cotangents(outputs).double()
-    scales = torch.tensor(likelihood.curvature_scales, dtype=torch.float64, device=outputs.device)
-    return (cotangents * scales.sqrt()[:, None]).transpose(1, 2)
-
-
-def _left_out(exact: Tensor, roots: Tensor) -> Tensor:
-    """Σ of inputs that have been taken out of the data, from their Σ with them."""
-    n, C, K = roots.shape
-    products = (exact.view(n * C, n, 1, C) @ roots).view(n * C, n * K)  # Σ H^½
-    leverage = (roots.transpose(1, 2) @ products.view(n, C, n * K)).view(n * K, n * K)
-    remaining = torch.eye(n * K, dtype=torch.float64, device=exact.device) - (leverage + leverage.T) / 2
-    factor = cholesky(remaining, "What other data say of the inputs that were held back")
-    solved = torch.linalg.solve_triangular(factor, products.T, upper=False)
-    return exact + solved.T @ solved
-
-
-def _measured_without(posterior: ComplementedPosterior, inputs: Jacobians, roots: Tensor) -> ComplementedPosterior:
-    """The posterior whose products ΛQ miss the data at these inputs; its curvature outside is as it was."""
-    inside, prior = posterior.inside, posterior.prior_precision
-    removed = inputs.linearization.zero_vectors(posterior.dim)
-    in_subspace, start = torch.zeros_like(inside.gram), 0
+    divergences = torch.zeros(len(WEIGHTS), dtype=torch.float64)
+    start = 0
     for jacobian in inputs:
-        H = roots[start : start + jacobian.num_inputs]
+        covariance = exact[start : start + jacobian.num_inputs]
         start += jacobian.num_inputs
-        rows = inside.projection.apply(jacobian).double()
-        curved = H @ (H.transpose(1, 2) @ rows)
-        in_subspace += rows.flatten(0, 1).T @ curved.flatten(0, 1)
-        jacobian.add_transpose_matmul(curved.to(jacobian.outputs.dtype), removed)
-    mixed = {}
-    for name, part in posterior.outside.parts.items():
-        root = (part.eigenvalues() + prior).rsqrt()
-        mixed[name] = posterior.mixed[name] - part.rotate(removed[name]) * root
-    curvatures = inside.curvatures - in_subspace / single(inside.scales)
-    return replace(posterior, inside=replace(inside, curvatures=curvatures), mixed=mixed)
+        identity = torch.eye(covariance.shape[1], dtype=torch.float64, device=covariance.device)
+        noise = torch.tensor(likelihood.noise_variances, dtype=torch.float64, device=covariance.device) * identity
+        H = _hessians(jacobian, likelihood) if in_the_data else torch.zeros_like(covariance)
+        unseen = torch.linalg.solve(identity - covariance @ H, covariance)
+        if isinstance(posterior, ComplementedPosterior):
+            inside = posterior.inside.covariance(jacobian).double()
+            outsides = posterior.outside_covariances(jacobian, WEIGHTS)
+        else:
+            inside = torch.zeros_like(covariance)
+            outsides = torch.stack([posterior.reweighted(w).covariance(jacobian).double() for w in WEIGHTS])
+        grown = torch.linalg.inv(identity - inside @ H)
+        for index, outside in enumerate(outsides):
+            approximation = grown @ inside + grown @ outside @ grown.transpose(1, 2)
+            divergences[index] += _divergence(unseen + noise, approximation + noise)
+        del jacobian  # or it would stand in memory beside the next one
+    return posterior.reweighted(WEIGHTS[int(divergences.argmin())])
 
 
-def _exact_covariance(context: ProjectorContext, inputs: Jacobians) -> tuple[Tensor, Jacobians]:
-    """Σ of the inputs, or of the first few, and these."""
-    if context.exact_fits():
-        return context.exact().joint_covariance(inputs).double(), inputs
-    few = Jacobians(inputs.linearization, select(inputs.inputs, slice(0, _FEW_INPUTS)))
-    return MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3).full_covariance(few).covariance, few
+def _hessians(jacobian: Jacobian, likelihood: Likelihood) -> Tensor:
+    """H of every input: (n, C, C) in float64."""
+    roots = likelihood.cotangents(jacobian.outputs).double()
+    scales = torch.tensor(likelihood.curvature_scales, dtype=torch.float64, device=roots.device)
+    return roots.transpose(1, 2) @ (scales[:, None] * roots)
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    """Σ KL(N(0, p_i) ‖ N(0, q_i)) of covariances (n, C, C)."""
+    ratio = torch.linalg.solve(q, p)
+    trace = ratio.diagonal(dim1=1, dim2=2).sum(1)
+    return float((trace - p.shape[1] - torch.linalg.slogdet(ratio).logabsdet).sum() / 2)
+
+
+def _diagonal_blocks(joint: Tensor, count: int) -> Tensor:
+    """(n, C, C) of (nC, nC)."""
+    blocks = joint.view(count, len(joint) // count, count, len(joint) // count)
+    return blocks[range(count), :, range(count)]

@@ -1,0 +1,114 @@
+"""# Outside of the subspace: bounds, captured share, KFAC
+
+Left: a subspace of 30 dimensions, and what it guarantees. Whatever the full Laplace approximation is, its standard
+deviation lies in the shaded region; here it is small enough to be computed, and it does.
+
+Middle: a network for the diabetes data. The guaranteed share of the full variance of new inputs never exceeds the true
+one, and both grow with s.
+
+Right: the divergence of the joint predictive of new inputs from that of the full approximation. A subspace alone loses
+what lies outside of it; KFAC outside gives much of it back; a subspace that is made for it, with the weight of KFAC
+fitted, gives back the most.
+"""
+
+import warnings
+
+import torch
+from matplotlib.figure import Figure
+from pictures import BLUE, GREEN, GREY, RED, save
+from sklearn.datasets import load_diabetes
+from torch import nn
+
+from sublaplace import SubspaceLaplace, metrics
+
+warnings.filterwarnings("ignore", "dim=.* is above the numerical rank")
+
+
+def trained(x: torch.Tensor, y: torch.Tensor, width: int, noise: float, prior: float, steps: int) -> nn.Sequential:
+    """The most probable network under a Gaussian prior."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(x.shape[1], width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.005, weight_decay=prior * 2 * noise**2 / len(x))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+figure = Figure(figsize=(12, 3.8), layout="constrained")
+bands, shares, divergences = figure.subplots(1, 3)
+
+# One dimension, and the bounds ---------------------------------------------------------------------------------------
+NOISE = 0.15
+torch.manual_seed(0)
+x = torch.cat([torch.linspace(-3, -1, 20), torch.linspace(1, 3, 20)])[:, None].double()
+y = torch.sin(2 * x) + NOISE * torch.randn_like(x)
+grid = torch.linspace(-4.5, 4.5, 200, dtype=torch.float64)[:, None]
+model = trained(x, y, width=50, noise=NOISE, prior=1.0, steps=3000)
+options = {"prior_precision": 1.0, "noise_std": NOISE}
+la = SubspaceLaplace(model, "regression", "lowrank-ggn", dim=30, subspace_inputs="perturbed", **options).fit([(x, y)])
+full = SubspaceLaplace(model, "regression", projector="full", **options).fit([(x, y)])
+bounds = la.bounds(grid)
+below, above = (ends[:, 0, 0].sqrt() for ends in (bounds.lower, bounds.upper))
+bands.fill_between(grid[:, 0], below, above, color=RED, alpha=0.25, lw=0, label="guaranteed, s = 30")
+bands.plot(grid, full.functional_variance(grid).sqrt(), color=BLUE, label="full, p = 2,701")
+bands.plot(x, 0 * x, "k|", ms=8, label="data")
+bands.set(title="standard deviation and its bounds", xlabel="input x", ylim=(0, None))
+
+# Diabetes: share and divergence against s ----------------------------------------------------------------------------
+NOISE = 0.65
+inputs, targets = load_diabetes(return_X_y=True, scaled=False)
+data = torch.tensor(inputs).double()
+data = (data - data.mean(0)) / data.std(0)
+target = torch.tensor(targets).double()[:, None]
+target = (target - target.mean()) / target.std()
+order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+train, test = order[:300], order[300:]
+model = trained(data[train], target[train], width=40, noise=NOISE, prior=1.0, steps=1500)
+options = {"prior_precision": 1.0, "noise_std": NOISE}
+batches = [(data[train], target[train])]
+new = data[test]
+full = SubspaceLaplace(model, "regression", projector="full", **options).fit(batches)
+reference = full.functional_covariance(new, joint=True)
+noise = NOISE**2 * torch.eye(len(reference), dtype=torch.float64)
+
+
+def divergence(la: SubspaceLaplace) -> float:
+    """KL of the joint predictive of the new inputs from that of the full approximation."""
+    return metrics.kl_gaussian(reference + noise, la.functional_covariance(new, joint=True) + noise)
+
+
+DIM = 160
+dims = [1, 2, 5, 10, 20, 40, 80, 120, DIM]
+pure = SubspaceLaplace(model, "regression", dim=DIM, num_subspace_inputs=300, **options).fit(batches)
+shares.plot(range(1, pure.dim + 1), pure.trace(new) / reference.trace(), color=BLUE, label="true")
+shares.plot(range(1, pure.dim + 1), pure.captured(new), color=RED, label="guaranteed")
+shares.set(title="share of the full variance, lowrank-kfac", xlabel="s", ylim=(0, 1))
+
+curves = {
+    "lowrank-kfac": (RED, {"projector": "lowrank-kfac"}),
+    "the same, KFAC outside": (GREY, {"projector": "lowrank-kfac", "complement": "kfac"}),
+    "lowrank-correction, fitted KFAC outside": (
+        GREEN,
+        {
+            "projector": "lowrank-correction",
+            "subspace_inputs": "augmented",
+            "complement": "kfac",
+            "complement_weight": "fitted",
+        },
+    ),
+}
+for label, (colour, settings) in curves.items():
+    la = SubspaceLaplace(model, "regression", dim=DIM, num_subspace_inputs=300, **settings, **options).fit(batches)
+    found = [divergence(la.truncate(s)) for s in dims]
+    divergences.plot(dims, found, color=colour, marker=".", label=label)
+    print(f"{label}: KL {found[0]:.3g} at s = 1, {found[-1]:.3g} at s = {DIM}")
+kfac = SubspaceLaplace(model, "regression", dim=0, complement="kfac", **options).fit(batches)
+divergences.axhline(divergence(kfac), color=BLUE, ls=":", label="KFAC alone")
+divergences.set(title="KL from the full approximation", xlabel="s", yscale="log")
+for ax in figure.axes:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8)
+save(figure, "outside")

@@ -31,7 +31,7 @@ examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn
 	$(BIN)/python examples/out_of_distribution.py
 
 gallery: $(VENV)/.stamp-test  ## draw the pictures of the gallery
-	for script in one_dimension two_moons rejected_predictions dead_parameters; do \
+	for script in one_dimension two_moons rejected_predictions dead_parameters outside; do \
 		$(BIN)/python examples/gallery/$$script.py || exit 1; done
 
 docs: $(VENV)/.stamp-docs  ## build the documentation into site/

@@ -12,6 +12,7 @@ GALLERY = {
     "two_moons": "gallery/two_moons.png",
     "rejected_predictions": "gallery/rejected_predictions.png",
     "dead_parameters": "gallery/dead_parameters.png",
+    "outside": "gallery/outside.png",
 }
 
 

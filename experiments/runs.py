@@ -71,7 +71,7 @@ OWN_PRIOR = (
     ("lowrank-correction", "kfac-fitted"),
 )
 """Projectors and complements that are also judged at their own λ."""
-PRIOR_FACTORS = [10 ** (k / 2) for k in range(-4, 5)]  # of the paper's λ
+PRIOR_FACTORS = [10 ** (k / 2) for k in range(-6, 7)]  # of the paper's λ
 
 
 def test_sets(dataset: Dataset, corruptions: Sequence[str]) -> list[TestSet]:

@@ -8,6 +8,7 @@ from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
 from sublaplace import Bernoulli, SubspaceLaplace, low_rank
+from sublaplace.fitting import perturbed
 from sublaplace.predictive import probit, probit_interval, sigmoid_interval
 
 
@@ -287,6 +288,14 @@ def test_perturbed_inputs_are_training_inputs_with_noise_of_the_given_size():
     assert plain.shape == noisy.shape
     assert float(ratio.std()) == pytest.approx(0.2, rel=0.2)
     assert abs(float(ratio.mean())) < 0.05
+
+
+def test_perturbed_inputs_stay_in_the_flat_of_the_data():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(50, 2, generator=generator) @ torch.randn(2, 5, generator=generator)
+    noisy = perturbed(inputs, 0.3, 0)
+    assert torch.linalg.matrix_rank(noisy - inputs, atol=1e-4) == 2
+    assert float((noisy - inputs).std()) == pytest.approx(0.3 * float(inputs.std()), rel=0.2)
 
 
 def test_integers_cannot_be_perturbed():

@@ -268,18 +268,22 @@ def _varied(settings: Settings, inputs: Any) -> Any:
 
 
 def perturbed(inputs: Any, scale: float, seed: int) -> Any:
-    """Inputs plus Gaussian noise of `scale` times the standard deviation of every feature over them."""
-    generator = torch.Generator().manual_seed(seed)
+    """Inputs plus noise of `scale` times the spread of every feature over them: x + scale·(x′ − x″)/√2.
+
+    x′ and x″ are drawn from the inputs, so that the noise has their covariance: features that go together in the data
+    are moved together, and inputs do not leave the flat that the data lie in.
+    """
+    generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
+    first, second = (torch.randint(n, (n,), generator=generator) for _ in range(2))
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
         raise ValueError(
             f"subspace_inputs='{PERTURBED}' and '{AUGMENTED}' need floating-point inputs; integers cannot be perturbed."
         )
 
     def noisy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim or len(leaf) != n:
             return leaf
-        noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
-        return leaf + scale * leaf.std(0, correction=0) * noise
+        return leaf + scale * (leaf[first] - leaf[second]) / 2**0.5
 
     return tree_map(noisy, inputs)
 

@@ -61,8 +61,8 @@ class SubspaceLaplace:
         noise_std: σ of regression, one number or one for each output; None: the standard deviation of the training
             residuals, pooled over the outputs; "per-output": that of each output. Alias `sigma_noise`.
         subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
-            training data; "perturbed": drawn, with noise of `perturbation` times the spread of each feature;
-            "augmented": drawn, with and without that noise.
+            training data; "perturbed": drawn, with noise of `perturbation` times the spread of the data; "augmented":
+            drawn, with and without that noise.
         num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
             "diagonal".

@@ -34,7 +34,7 @@ from sublaplace import (
     low_rank,
 )
 from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
-from sublaplace.fitting import paired, perturbed
+from sublaplace.fitting import perturbed
 from sublaplace.posterior import Posterior
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
@@ -51,7 +51,7 @@ class Complemented:
     """A subspace with KFAC outside: the projector, the inputs that it is built from, and what stands outside."""
 
     projector: str
-    inputs: str = "train"
+    inputs: str = "train"  # or "perturbed", or "augmented": both
     complement: str = "kfac"  # or "kfac-fitted": with its weight fitted to the full posterior on held-back inputs
 
     @property
@@ -236,7 +236,7 @@ def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tenso
         inputs, held_back = inputs[:kept], inputs[kept:]
     if method.inputs != "train":
         noisy = perturbed(inputs, PERTURBATION, problem.seed)
-        inputs = noisy if method.inputs == "perturbed" else paired(inputs, noisy)
+        inputs = noisy if method.inputs == "perturbed" else torch.cat([inputs, noisy])
     return inputs, held_back
 
 

@@ -5,13 +5,13 @@ from math import pi
 import pytest
 import torch
 from dense_reference import dense_jacobian
-from networks import NETWORKS, make
+from networks import NETWORKS
 from scipy.linalg import eigh
 from test_complement import KINDS, NOISE, Problem, close, dense_outside
-from test_laplace import labels, loader
+from test_laplace import loader
 
-from sublaplace import SubspaceLaplace, low_rank
-from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace import SubspaceLaplace
+from sublaplace.jacobians.inputs import select
 
 DIM = 5
 
@@ -81,23 +81,3 @@ def test_where_kfac_is_right_the_variance_decides():
     full = SubspaceLaplace(model, "regression", projector="full", noise_std=0.5, prior_precision=1.0).fit(batches)
     assert la.dim == 3
     assert close(la.functional_covariance(inputs), full.functional_covariance(inputs))
-
-
-def test_augmented_inputs_are_training_inputs_beside_the_same_with_noise():
-    model, inputs = make("mlp", 12, torch.float64)
-    batches = loader(inputs, labels(model, inputs), 5)
-    seen = {}
-
-    def spy(context):
-        seen["inputs"] = context.subspace_jacobians.inputs
-        return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
-
-    options = {"projector": spy, "dim": 3, "num_subspace_inputs": 6}
-    SubspaceLaplace(model, "classification", **options).fit(batches)
-    plain = seen["inputs"]
-    SubspaceLaplace(model, "classification", subspace_inputs="perturbed", **options).fit(batches)
-    noisy = seen["inputs"]
-    SubspaceLaplace(model, "classification", subspace_inputs="augmented", **options).fit(batches)
-    assert num_inputs(seen["inputs"]) == 12
-    assert torch.equal(seen["inputs"][::2], plain)
-    assert torch.equal(seen["inputs"][1::2], noisy)

@@ -97,12 +97,7 @@ curves = {
     "the same, KFAC outside": (GREY, {"projector": "lowrank-kfac", "complement": "kfac"}),
     "lowrank-correction, fitted KFAC outside": (
         GREEN,
-        {
-            "projector": "lowrank-correction",
-            "subspace_inputs": "augmented",
-            "complement": "kfac",
-            "complement_weight": "fitted",
-        },
+        {"projector": "lowrank-correction", "complement": "kfac", "complement_weight": "fitted"},
     ),
 }
 for label, (colour, settings) in curves.items():

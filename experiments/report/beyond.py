@@ -12,7 +12,7 @@ from experiments.report.tables import seeds_of, title
 PAPER = "lowrank-kfac"
 COMPLEMENTS = tuple(method_name(m.projector, m.inputs, m.complement) for m in COMPLEMENTED)
 COMPARED = ("map", "kfac", PAPER, *COMPLEMENTS, OPTIMUM)
-BEST = COMPLEMENTS[-1]
+BEST = method_name("lowrank-correction", "train", "kfac-fitted")
 SETS = ("enb", "redwine", "california", "naval", "fashionmnist")
 SCORES = ("nll", "ece", "brier", "coverage")
 

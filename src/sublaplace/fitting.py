@@ -37,8 +37,8 @@ from sublaplace.projectors.names import PROJECTORS
 from sublaplace.survey import NoiseEstimate, Survey, survey_of
 from sublaplace.weighting import with_fitted_weight
 
-PERTURBED, AUGMENTED = "perturbed", "augmented"
-"""subspace_inputs: training inputs with noise; training inputs, and the same with noise."""
+PERTURBED = "perturbed"
+"""subspace_inputs: training inputs with noise."""
 
 DEFAULT_MAX_DIM = 500
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
@@ -260,11 +260,10 @@ def joined_inputs(x: Any, what: str) -> Any:
 
 
 def _varied(settings: Settings, inputs: Any) -> Any:
-    """Drawn inputs with noise, or beside the same with noise, where that is asked for."""
+    """Drawn inputs, with noise where that is asked for."""
     if inputs is None or not isinstance(settings.subspace_inputs, str):
         return inputs
-    noisy = perturbed(inputs, settings.perturbation, settings.seed)
-    return noisy if settings.subspace_inputs == PERTURBED else paired(inputs, noisy)
+    return perturbed(inputs, settings.perturbation, settings.seed)
 
 
 def perturbed(inputs: Any, scale: float, seed: int) -> Any:
@@ -276,9 +275,7 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
     generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
     first, second = (torch.randint(n, (n,), generator=generator) for _ in range(2))
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
-        raise ValueError(
-            f"subspace_inputs='{PERTURBED}' and '{AUGMENTED}' need floating-point inputs; integers cannot be perturbed."
-        )
+        raise ValueError(f"subspace_inputs='{PERTURBED}' needs floating-point inputs; integers cannot be perturbed.")
 
     def noisy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim or len(leaf) != n:
@@ -286,12 +283,6 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
         return leaf + scale * (leaf[first] - leaf[second]) / 2**0.5
 
     return tree_map(noisy, inputs)
-
-
-def paired(inputs: Any, others: Any) -> Any:
-    """Both, every input beside its other, so that a part of them holds both."""
-    count = num_inputs(inputs)
-    return select(join([inputs, others]), torch.arange(2 * count).view(2, count).T.flatten())
 
 
 def _split(inputs: Any) -> tuple[Any, Any]:

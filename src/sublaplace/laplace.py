@@ -61,8 +61,7 @@ class SubspaceLaplace:
         noise_std: σ of regression, one number or one for each output; None: the standard deviation of the training
             residuals, pooled over the outputs; "per-output": that of each output. Alias `sigma_noise`.
         subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
-            training data; "perturbed": drawn, with noise of `perturbation` times the spread of the data; "augmented":
-            drawn, with and without that noise.
+            training data; "perturbed": drawn, with noise of `perturbation` times the spread of the data.
         num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
             "diagonal".
@@ -79,7 +78,7 @@ class SubspaceLaplace:
         labels_key: where a batch that is a mapping holds its targets; all else in it is given to the model.
         captured: the share that dim="auto" must guarantee.
         max_dim: the largest dimension that dim="auto" may take; None: 500.
-        perturbation: of subspace_inputs="perturbed" and "augmented".
+        perturbation: of subspace_inputs="perturbed".
         certified: make what `bounds` and `captured` need in the same pass as the posterior, with no direction dropped;
             otherwise they make it when first asked, in a pass of their own over the training data.
     """
@@ -705,9 +704,8 @@ def _checked_folder(folder: str | os.PathLike[str] | None, model: nn.Module) -> 
 
 
 def _checked_subspace_inputs(inputs: Any, labels_key: str) -> Any:
-    names = (fitting.PERTURBED, fitting.AUGMENTED)
-    if isinstance(inputs, str) and inputs not in names:
-        raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, {' or '.join(map(repr, names))}, or None.")
+    if isinstance(inputs, str) and inputs != fitting.PERTURBED:
+        raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, '{fitting.PERTURBED}' or None.")
     return inputs if inputs is None or isinstance(inputs, str) else with_labels_under(labels_key, inputs)
 
 

@@ -17,7 +17,7 @@ from experiments.runs import SeedRun
 from experiments.scores import TestSet, own_prior_scores
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
-from sublaplace.fitting import paired, perturbed
+from sublaplace.fitting import perturbed
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Pat
         400,
         complement="kfac",
         complement_weight=found["complement_weight"],
-        subspace_inputs={"train": X, "perturbed": noisy, "augmented": paired(X, noisy)}[method.inputs],
+        subspace_inputs={"train": X, "perturbed": noisy, "augmented": torch.cat([X, noisy])}[method.inputs],
         prior_precision=PLAIN.prior_precision,
         noise_std=problem.noise_std,
     )

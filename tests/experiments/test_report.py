@@ -259,12 +259,12 @@ def beyond_rows() -> list[Row]:
             ("map", "", "", 0, 10.0),
             ("kfac", "", "", 500, 4.0 + seed),
             ("lowrank-kfac", "", "train", 100, 6.0),
-            ("lowrank-correction", "kfac-fitted", "augmented", 100, 2.0),
+            ("lowrank-correction", "kfac-fitted", "train", 100, 2.0),
             ("lowrankopt-ggn", "", "test", 90, 1.0),
         ):
             rows.append(Row("enb", seed, name, s, "kl", kl, inputs, complement))
             rows.append(Row("enb", seed, name, s, "nll", kl / 10, inputs, complement))
-    best = ("augmented", "kfac-fitted")
+    best = ("train", "kfac-fitted")
     rows.append(Row("enb", 0, "lowrank-correction", 100, "own_nll", 0.15, *best))
     rows.append(Row("enb", 0, "lowrank-correction", 100, "own_prior_precision", 3.0, *best))
     return rows

@@ -105,8 +105,8 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
     traces = la.trace(task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     dims = torch.arange(1, len(traces) + 1)
-    shares.plot(dims, 100 * traces / full_trace, color=RED, label="captured")
-    shares.plot(dims, 100 * la.captured(task.drawn), color=RED, linestyle="--", label="guaranteed")
+    shares.plot(dims, 100 * traces / full_trace, color=RED, linewidth=3, label="captured")
+    shares.plot(dims, 100 * la.captured(task.drawn), color=INK, linestyle="--", label="guaranteed")
     shares.set(title="share of the full trace", xlabel="dimension s", ylabel="%", xscale="log", ylim=(0, 105))
     reference = predictive(full, task.drawn)
     kfac = SubspaceLaplace(

@@ -13,6 +13,7 @@ GALLERY = ["one_dimension", "two_moons", "rejected_predictions", "dead_parameter
 # Formulas as GitHub shows them too: a block ```math … ```, and $`…`$ within a line.
 FORMULA_BLOCK = re.compile(r"^```math\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$`([^`]+)`\$")
+PICTURE = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -31,7 +32,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = FORMULA_BLOCK.sub(
         lambda found: f'<div class="formula">{convert(found[1].strip(), display="block")}</div>', markdown
     )
-    return FORMULA.sub(lambda found: convert(found[1]), markdown)
+    return FORMULA.sub(lambda found: f"<span>{convert(found[1])}</span>", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A picture that stands alone can be opened by itself, to look closer on a small screen."""
+    return PICTURE.sub(r'<p><a href="\2">\1</a></p>', html)
 
 
 def page(name: str) -> str:

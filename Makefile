@@ -66,7 +66,7 @@ report: $(VENV)/.stamp-experiments  ## tables and figures from the results at ha
 	$(BIN)/python -m experiments report
 
 dist: $(VENV)/.stamp-dist  ## build the sdist and the wheel into dist/
-	rm -rf build dist
+	rm -rf build dist src/*.egg-info  # whose list of files would outlive MANIFEST.in
 	$(BIN)/python -m build --quiet
 
 clean:  ## remove caches and build products

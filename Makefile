@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv demo examples gallery docs test format bench reproduce reproduce-smoke report clean distclean
+.PHONY: help venv demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,12 +30,16 @@ examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn
 	$(BIN)/python examples/sklearn_comparison.py
 	$(BIN)/python examples/out_of_distribution.py
 
-gallery: $(VENV)/.stamp-test  ## draw the pictures of the gallery
+gallery: $(VENV)/.stamp-test  ## draw the pictures of the documentation
+	$(BIN)/python examples/demo.py --out docs/images --table docs/demo_table.md
 	for script in one_dimension two_moons rejected_predictions dead_parameters outside; do \
 		$(BIN)/python examples/gallery/$$script.py || exit 1; done
 
 docs: $(VENV)/.stamp-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
+
+docs-check: docs  ## build the documentation and check its links, anchors and pictures
+	$(BIN)/python docs/check_site.py site
 
 test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the tests
 	$(BIN)/ruff check .
@@ -61,8 +65,12 @@ reproduce-smoke: $(VENV)/.stamp-experiments  ## one tiny configuration of each e
 report: $(VENV)/.stamp-experiments  ## tables and figures from the results at hand
 	$(BIN)/python -m experiments report
 
+dist: $(VENV)/.stamp-dist  ## build the sdist and the wheel into dist/
+	rm -rf build dist src/*.egg-info  # whose list of files would outlive MANIFEST.in
+	$(BIN)/python -m build --quiet
+
 clean:  ## remove caches and build products
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site
+	rm -rf build dist demo_output src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site
 	find . -name __pycache__ -not -path '*/.venv*' -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment as well

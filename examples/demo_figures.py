@@ -15,13 +15,14 @@ from sublaplace import SubspaceLaplace, metrics
 
 # Colours of Okabe and Ito, which readers with every kind of colour vision can tell apart.
 RED, BLUE, GREEN, PINK, AMBER, SKY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-INK, GREY, VIOLET = "#333333", "#8C8C8C", "#5D3A9B"
+INK, GREY, VIOLET, BROWN = "#333333", "#8C8C8C", "#5D3A9B", "#8C510A"
 # As in the paper: low-rank solid, subsets dashed, the optimum dash-dotted.
 STYLES: dict[str, dict[str, Any]] = {
     "lowrank-kfac": {"color": RED, "linestyle": "-", "marker": "o", "linewidth": 2.6, "zorder": 4},
     "lowrank-diagonal": {"color": BLUE, "linestyle": "-", "marker": "s"},
     "lowrank-isotropic": {"color": GREEN, "linestyle": "-", "marker": "^"},
     "lowrank-ggn": {"color": PINK, "linestyle": "-", "marker": "v"},
+    "lowrank-correction": {"color": BROWN, "linestyle": "-", "marker": "D"},
     "subset-magnitude": {"color": AMBER, "linestyle": "--", "marker": "o"},
     "subset-diagonal": {"color": SKY, "linestyle": "--", "marker": "s"},
     "subset-swag": {"color": GREY, "linestyle": "--", "marker": "^"},
@@ -104,8 +105,8 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
     traces = la.trace(task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     dims = torch.arange(1, len(traces) + 1)
-    shares.plot(dims, 100 * traces / full_trace, color=RED, label="captured")
-    shares.plot(dims, 100 * la.captured(task.drawn), color=RED, linestyle="--", label="guaranteed")
+    shares.plot(dims, 100 * traces / full_trace, color=RED, linewidth=3, label="captured")
+    shares.plot(dims, 100 * la.captured(task.drawn), color=INK, linestyle="--", label="guaranteed")
     shares.set(title="share of the full trace", xlabel="dimension s", ylabel="%", xscale="log", ylim=(0, 105))
     reference = predictive(full, task.drawn)
     kfac = SubspaceLaplace(

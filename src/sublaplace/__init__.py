@@ -15,7 +15,7 @@ from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.low_rank import low_rank
 from sublaplace.projectors.names import PROJECTORS
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "PROJECTORS",

@@ -34,11 +34,11 @@ from sublaplace import (
     low_rank,
 )
 from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
-from sublaplace.fitting import perturbed
 from sublaplace.posterior import Posterior
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
+from sublaplace.subspace_inputs import perturbed
 from sublaplace.weighting import nearest
 
 NEEDS_EXACT = ("lowrank-ggn", "lowrank-correction")

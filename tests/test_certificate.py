@@ -8,8 +8,8 @@ from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
 from sublaplace import Bernoulli, SubspaceLaplace, low_rank
-from sublaplace.fitting import perturbed
 from sublaplace.predictive import probit, probit_interval, sigmoid_interval
+from sublaplace.subspace_inputs import perturbed
 
 
 def blocks(joint, count):

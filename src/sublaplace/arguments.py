@@ -1,13 +1,17 @@
 """Checks of what users pass in, with messages that say what is wrong and what to do."""
 
 import operator
+import os
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from sublaplace.data import with_labels_under
 from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Noise
+from sublaplace.projectors.context import Projector
+from sublaplace.projectors.names import PROJECTORS
 
 AUTO = "auto"
 """dim: the smallest that guarantees the share `captured`."""
@@ -32,6 +36,9 @@ def checked_complement(complement: Any) -> str | None:
         raise ValueError(f"Unknown complement {complement!r}; choose 'kfac', 'diagonal' or None.")
     return complement
 
+
+PERTURBED = "perturbed"
+"""subspace_inputs: training inputs with noise."""
 
 FITTED = "fitted"
 """complement_weight: the one that brings the posterior nearest to the full one."""
@@ -119,3 +126,37 @@ _WITHOUT_NOISE: dict[str, type[Categorical] | type[Bernoulli]] = {
     "binary": Bernoulli,
     "multi-label": Bernoulli,
 }
+
+
+def checked_projector(projector: Any, complement: str | None, dim: Any) -> str | Projector:
+    if isinstance(projector, str):
+        if projector != "full" and projector not in PROJECTORS:
+            raise ValueError(f"Unknown projector '{projector}'; choose one of {', '.join([*PROJECTORS, 'full'])}.")
+        if projector == "full" and (complement is not None or dim == AUTO):
+            raise ValueError("projector='full' leaves nothing outside: it goes without a complement and dim='auto'.")
+        if dim == AUTO and not projector.startswith("lowrank"):
+            raise ValueError("dim='auto' needs a low-rank projector, whose inputs it can hold back a part of.")
+        return projector
+    if not callable(projector):
+        raise TypeError("projector must be a name or a function from a ProjectorContext to a Projection.")
+    return projector
+
+
+def checked_folder(folder: str | os.PathLike[str] | None, model: nn.Module) -> str | os.PathLike[str] | None:
+    if folder is None:
+        return None
+    if not os.path.isdir(folder):
+        raise ValueError(f"scratch_folder={os.fspath(folder)!r} is not a folder; create it first.")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("scratch_folder keeps vectors in files, which only a model on the CPU can use.")
+    return folder
+
+
+def checked_subspace_inputs(inputs: Any, labels_key: str) -> Any:
+    if isinstance(inputs, str) and inputs != PERTURBED:
+        raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, '{PERTURBED}' or None.")
+    return inputs if inputs is None or isinstance(inputs, str) else with_labels_under(labels_key, inputs)
+
+
+def optional_count(count: Any, name: str) -> int | None:
+    return None if count is None else checked_count(count, name)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from sublaplace import serialization
 from sublaplace.arguments import AUTO, FITTED
@@ -20,10 +19,10 @@ from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.kfac import trace_ratios
-from sublaplace.data import Reservoir, input_batches, inputs_at, join
+from sublaplace.data import Reservoir, inputs_at
 from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobians, Linearization
-from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace.jacobians.inputs import select
 from sublaplace.likelihoods import Likelihood
 from sublaplace.matrix_free import FullCovariance, MatrixFreePrecision
 from sublaplace.memory import peak_bytes, require, require_disk
@@ -34,11 +33,9 @@ from sublaplace.prior import evidence_of
 from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
+from sublaplace.subspace_inputs import joined_inputs, perturbed, split
 from sublaplace.survey import NoiseEstimate, Survey, survey_of
 from sublaplace.weighting import with_fitted_weight
-
-PERTURBED = "perturbed"
-"""subspace_inputs: training inputs with noise."""
 
 DEFAULT_MAX_DIM = 500
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
@@ -77,6 +74,12 @@ class Settings:
     def holds_back(self) -> bool:
         """Whether a part of X′ is not for P, but to choose s or the weight of the complement."""
         return self.dim == AUTO or self.complement_weight == FITTED
+
+    def varied(self, inputs: Any) -> Any:
+        """Drawn inputs, with noise where that is asked for."""
+        if inputs is None or not isinstance(self.subspace_inputs, str):
+            return inputs
+        return perturbed(inputs, self.perturbation, self.seed)
 
     @property
     def makes_certificate(self) -> bool:
@@ -142,15 +145,14 @@ def fit(
     with linearization.borrowed():
         checkpoint = None if folder is None else _checkpoint(settings, folder, loader, linearization)
         with _noted(stages, "survey", linearization.device):
-            survey, subspace_inputs, data = _look_at(settings, loader, linearization, checkpoint, progress)
+            survey, chosen, data = _look_at(settings, loader, linearization, checkpoint, progress)
         stream = settings.stream(loader, linearization, survey, progress)
         held_back = None
-        if settings.holds_back and subspace_inputs is not None:
-            subspace_inputs, held_back = _split(subspace_inputs)
-        subspace_inputs = _varied(settings, subspace_inputs)
+        if settings.holds_back and chosen is not None:
+            chosen, held_back = split(chosen)
         context = ProjectorContext(
             stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
-            subspace_jacobians=Jacobians(linearization, subspace_inputs, progress),
+            subspace_jacobians=Jacobians(linearization, settings.varied(chosen), progress),
             num_data=survey.num_data,
             num_outputs=survey.num_outputs,
             dim=_fitting_dim(settings, linearization),
@@ -165,7 +167,7 @@ def fit(
         posterior, certificate = _posterior(settings, context, stages)
         if settings.dim == AUTO and held_back is not None:
             assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
-            dim = _smallest_dim(settings, certificate, Jacobians(linearization, _varied(settings, held_back)))
+            dim = _smallest_dim(settings, certificate, Jacobians(linearization, settings.varied(held_back)))
             posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
         if isinstance(posterior, ComplementedPosterior | BlockPrecision):
             if isinstance(settings.complement_weight, str):
@@ -249,52 +251,6 @@ def _look_at(
             }
             checkpoint.write("survey", {}, numbers)
     return survey, drawn if given is None else given, data
-
-
-def joined_inputs(x: Any, what: str) -> Any:
-    """All inputs of a tensor, mapping or loader as one batch."""
-    parts = list(input_batches(x))
-    if not any(num_inputs(inputs) for inputs in parts):
-        raise ValueError(f"There are no inputs: {what} is empty.")
-    return join(parts)
-
-
-def _varied(settings: Settings, inputs: Any) -> Any:
-    """Drawn inputs, with noise where that is asked for."""
-    if inputs is None or not isinstance(settings.subspace_inputs, str):
-        return inputs
-    return perturbed(inputs, settings.perturbation, settings.seed)
-
-
-def perturbed(inputs: Any, scale: float, seed: int) -> Any:
-    """Inputs plus noise of `scale` times the spread of every feature over them: x + scale·(x′ − x″)/√2.
-
-    x′ and x″ are drawn from the inputs, so that the noise has their covariance: features that go together in the data
-    are moved together, and inputs do not leave the flat that the data lie in.
-    """
-    generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
-    first, second = (torch.randint(n, (n,), generator=generator) for _ in range(2))
-    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
-        raise ValueError(f"subspace_inputs='{PERTURBED}' needs floating-point inputs; integers cannot be perturbed.")
-
-    def noisy(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim or len(leaf) != n:
-            return leaf
-        return leaf + scale * (leaf[first] - leaf[second]) / 2**0.5
-
-    return tree_map(noisy, inputs)
-
-
-def _split(inputs: Any) -> tuple[Any, Any]:
-    """X′ without its last fifth, and that fifth, which is held back to measure what the rest captures."""
-    n = num_inputs(inputs)
-    if n < 2:
-        raise ValueError(
-            f"dim='{AUTO}' and complement_weight='{FITTED}' hold back a fifth of the subspace inputs, so at least two "
-            "are needed."
-        )
-    kept = n - max(1, n // 5)
-    return select(inputs, slice(0, kept)), select(inputs, slice(kept, n))
 
 
 # The posterior --------------------------------------------------------------------------------------------------------
@@ -389,6 +345,34 @@ def _projection(settings: Settings, context: ProjectorContext) -> Projection:
     projection = build(context)
     checkpoint.write("projection", serialization.projection_tensors(projection), {})
     return projection
+
+
+def updated(
+    settings: Settings,
+    posterior: SubspacePosterior,
+    certificate: Certificate | None,
+    survey: Survey,
+    loader: Iterable[Any],
+    linearization: Linearization,
+    progress: bool,
+) -> tuple[SubspacePosterior, Certificate | None, Survey]:
+    """All three after more data, with P kept: one pass over these."""
+    with linearization.borrowed():
+        added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
+        stream = settings.stream(loader, linearization, added, progress)
+        if certificate is None:
+            curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
+        else:
+            more, products = reduced_ggn_and_product(replace(stream, tolerance=0.0), posterior.projection)
+            curvatures = certificate.subspace.curvatures + more
+            product = {name: part + products[name] for name, part in certificate.product.items()}
+    joined = survey.joined(added)
+    scales = joined.likelihood.curvature_scales
+    posterior = replace(posterior, curvatures=curvatures, scales=scales)
+    if certificate is not None:
+        # With several scales the products were summed over the outputs: they are made anew when asked for.
+        certificate = Certificate(posterior, product, scales[0]) if len(scales) == 1 else None
+    return posterior, certificate, joined
 
 
 def certificate_of(

@@ -16,15 +16,18 @@ from sublaplace.arguments import (
     checked_complement_weight,
     checked_count,
     checked_dim,
+    checked_folder,
     checked_likelihood,
     checked_noise,
     checked_positive,
     checked_prior,
+    checked_projector,
     checked_share,
+    checked_subspace_inputs,
+    optional_count,
 )
 from sublaplace.certificate import Bounds, Certificate
 from sublaplace.complement import ComplementedPosterior
-from sublaplace.curvature import reduced_ggn, reduced_ggn_and_product
 from sublaplace.data import Chained, checked_loader, input_batches, with_labels_under
 from sublaplace.distributed import shared_out
 from sublaplace.fitting import Settings, Stage
@@ -40,9 +43,9 @@ from sublaplace.predictive import LINKS, Prediction
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
 from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
-from sublaplace.projectors.names import PROJECTORS
+from sublaplace.subspace_inputs import joined_inputs
 from sublaplace.summary import summary_text
-from sublaplace.survey import NoiseEstimate, Survey, survey_of
+from sublaplace.survey import NoiseEstimate, Survey
 
 
 class SubspaceLaplace:
@@ -121,23 +124,23 @@ class SubspaceLaplace:
         self._settings = Settings(
             likelihood=checked_likelihood(likelihood, given_noise),
             estimated_noise=estimated_noise,
-            projector=_checked_projector(projector, checked_complement(complement), dim),
+            projector=checked_projector(projector, checked_complement(complement), dim),
             dim=AUTO if isinstance(dim, str) and dim == AUTO else checked_dim(dim, 1 if complement is None else 0),
             # None: λ is tuned when fitting.
             prior_precision=None if prior_precision == "marglik" else checked_prior(prior_precision),
-            subspace_inputs=_checked_subspace_inputs(subspace_inputs, labels_key),
-            num_subspace_inputs=_optional_count(num_subspace_inputs, "num_subspace_inputs"),
+            subspace_inputs=checked_subspace_inputs(subspace_inputs, labels_key),
+            num_subspace_inputs=optional_count(num_subspace_inputs, "num_subspace_inputs"),
             complement=complement,
             complement_weight=checked_complement_weight(complement_weight, complement),
             seed=seed,
             direction_tolerance=direction_tolerance,
             certified=certified,
             captured=checked_share(captured, "captured"),
-            max_dim=_optional_count(max_dim, "max_dim"),
+            max_dim=optional_count(max_dim, "max_dim"),
             perturbation=checked_positive(perturbation, "perturbation"),
         )
-        self._memory_budget = _optional_count(memory_budget, "memory_budget")
-        self._scratch_folder = _checked_folder(scratch_folder, model)
+        self._memory_budget = optional_count(memory_budget, "memory_budget")
+        self._scratch_folder = checked_folder(scratch_folder, model)
         self._forward = call_model if forward is None else forward
         self._labels_key = labels_key
         self._layout = ParameterLayout.of(model)
@@ -224,7 +227,7 @@ class SubspaceLaplace:
             self._require_room_for_covariances(x)
             with linearization.borrowed():
                 return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
-        inputs = linearization.to_device(fitting.joined_inputs(with_labels_under(self._labels_key, x), "x"))
+        inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
         rows = num_inputs(inputs) * self._fitted()[1].num_outputs
         require(
             2 * 8 * rows**2,
@@ -308,7 +311,7 @@ class SubspaceLaplace:
         linearization = self._usable_linearization()
         if self._data is None:
             raise RuntimeError("The full covariance needs the training data, which are not saved: fit again.")
-        inputs = linearization.to_device(fitting.joined_inputs(x, "x"))
+        inputs = linearization.to_device(joined_inputs(x, "x"))
         full = fitting.full_covariance_of(
             self._settings, posterior, survey, self._data, Jacobians(linearization, inputs), tolerance, progress
         )
@@ -522,23 +525,9 @@ class SubspaceLaplace:
             )
         linearization = self._usable_linearization()
         loader = shared_out(self._checked_loader(loader))
-        certificate = self._certificate
-        with linearization.borrowed():
-            added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
-            stream = self._settings.stream(loader, linearization, added, progress)
-            if certificate is None:
-                curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
-            else:
-                exact = replace(stream, tolerance=0.0)
-                more, products = reduced_ggn_and_product(exact, posterior.projection)
-                curvatures = certificate.subspace.curvatures + more
-                product = {name: part + products[name] for name, part in certificate.product.items()}
-        joined = survey.joined(added)
-        scales = joined.likelihood.curvature_scales
-        updated = replace(posterior, curvatures=curvatures, scales=scales)
-        if certificate is not None:
-            one = len(scales) == 1
-            certificate = Certificate(updated, product, scales[0]) if one else None
+        updated, certificate, joined = fitting.updated(
+            self._settings, posterior, self._certificate, survey, loader, linearization, progress
+        )
         other = self._with(updated, certificate)
         other._survey = joined
         other._data = None if self._data is None else Chained((self._data, loader))
@@ -677,37 +666,3 @@ class SubspaceLaplace:
 def custom(context: ProjectorContext) -> Projection:
     """Stands for the function that built the subspace of a loaded posterior; functions are not saved."""
     raise RuntimeError("This posterior was loaded, and its projector was a function: make a new one to fit again.")
-
-
-def _checked_projector(projector: Any, complement: str | None, dim: Any) -> str | Projector:
-    if isinstance(projector, str):
-        if projector != "full" and projector not in PROJECTORS:
-            raise ValueError(f"Unknown projector '{projector}'; choose one of {', '.join([*PROJECTORS, 'full'])}.")
-        if projector == "full" and (complement is not None or dim == AUTO):
-            raise ValueError("projector='full' leaves nothing outside: it goes without a complement and dim='auto'.")
-        if dim == AUTO and projector not in ("lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn"):
-            raise ValueError("dim='auto' needs a low-rank projector, whose inputs it can hold back a part of.")
-        return projector
-    if not callable(projector):
-        raise TypeError("projector must be a name or a function from a ProjectorContext to a Projection.")
-    return projector
-
-
-def _checked_folder(folder: str | os.PathLike[str] | None, model: nn.Module) -> str | os.PathLike[str] | None:
-    if folder is None:
-        return None
-    if not os.path.isdir(folder):
-        raise ValueError(f"scratch_folder={os.fspath(folder)!r} is not a folder; create it first.")
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise ValueError("scratch_folder keeps vectors in files, which only a model on the CPU can use.")
-    return folder
-
-
-def _checked_subspace_inputs(inputs: Any, labels_key: str) -> Any:
-    if isinstance(inputs, str) and inputs != fitting.PERTURBED:
-        raise ValueError(f"Unknown subspace_inputs '{inputs}'; give inputs, '{fitting.PERTURBED}' or None.")
-    return inputs if inputs is None or isinstance(inputs, str) else with_labels_under(labels_key, inputs)
-
-
-def _optional_count(count: Any, name: str) -> int | None:
-    return None if count is None else checked_count(count, name)

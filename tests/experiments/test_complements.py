@@ -17,7 +17,7 @@ from experiments.runs import SeedRun
 from experiments.scores import TestSet, own_prior_scores
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
-from sublaplace.fitting import perturbed
+from sublaplace.subspace_inputs import perturbed
 
 
 @pytest.fixture(scope="module")

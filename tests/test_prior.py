@@ -436,6 +436,18 @@ def test_validation_finds_a_prior_of_small_nll(kind, projector):
     assert found <= min(grid) + 1e-3
 
 
+@pytest.mark.parametrize(("offset", "message"), [(100.0, "more uncertainty"), (0.0, "next to no uncertainty")])
+def test_a_prior_at_the_end_of_the_search_is_said_to_be_one(offset, message):
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 3, dtype=torch.float64)
+    model = torch.nn.Linear(3, 1).double()
+    outputs = model(inputs).detach()
+    noisy = outputs + 0.1 * torch.randn_like(outputs)
+    la = SubspaceLaplace(model, "regression", dim=2, noise_std=0.1).fit(loader(inputs, noisy, size=10))
+    with pytest.warns(UserWarning, match=message):
+        la.optimize_prior_precision("validation", val_loader=loader(inputs, outputs + offset, size=10))
+
+
 def test_validation_does_not_depend_on_the_batches_or_on_the_prior_before():
     la, inputs, targets = validation_problem("classification", "lowrank-kfac")
     other = la.with_prior(30.0)

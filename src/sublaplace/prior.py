@@ -1,5 +1,6 @@
 r"""The evidence of the Laplace approximation, and the prior precision and noise that maximise it."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -193,7 +194,15 @@ def best_prior_on(
         scores = [score for group in groups for score in _nll(group, shown, posterior, survey, linearization)]
         return min(zip(scores, priors, strict=True))[1]
 
-    coarse = best([10.0**k for k in range(-4, 8)])
+    grid = [10.0**k for k in range(-4, 8)]
+    coarse = best(grid)
+    if coarse in (grid[0], grid[-1]):
+        more = "more uncertainty than this posterior has; a larger dim or a complement may help"
+        what = more if coarse == grid[0] else "next to no uncertainty"
+        warnings.warn(
+            f"The best λ for the validation data lies at an end of the search, {coarse:g}: they ask for {what}.",
+            stacklevel=3,
+        )
     return best([coarse * 10 ** (k / 10) for k in range(-10, 11)])
 
 

@@ -98,12 +98,12 @@ def measure(case: Case) -> dict[str, object]:
     inputs, targets = dataset.train_inputs[: case.num_data], dataset.train_targets[: case.num_data]
     test = dataset.test_inputs[: case.num_predictions].clone()
     base = _peak_mb()
-    built: list[float] = []
+    built: dict[str, float] = {}
 
     def projector(context: ProjectorContext) -> Projection:
         start = time.perf_counter()
         projection = PROJECTORS[case.projector](context)
-        built.append(time.perf_counter() - start)
+        built.update(projector_seconds=time.perf_counter() - start, dim=projection.dim)
         if not case.num_predictions:
             raise _ProjectionBuiltError
         return projection
@@ -130,7 +130,7 @@ def measure(case: Case) -> dict[str, object]:
             "predict_ms_an_input": 1000 * (time.perf_counter() - fitted) / 2 / len(test),
             "trace": float(trace[-1]),
         }
-    return row | {"projector_seconds": built[0], "peak_mb": _peak_mb(), "threads": torch.get_num_threads()}
+    return row | built | {"peak_mb": _peak_mb(), "threads": torch.get_num_threads()}
 
 
 class _ProjectionBuiltError(Exception):

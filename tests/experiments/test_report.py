@@ -285,7 +285,7 @@ def test_methods_with_kfac_outside_stand_beside_the_optimum_and_the_paper() -> N
 
 def test_scores_at_the_own_prior_stand_beside_those_at_the_papers() -> None:
     rows = {row[0]: row[1:] for row in beyond.scores(Measurements(beyond_rows()), "enb").rows if row[1] != "400"}
-    assert rows[beyond.BEST] == ["100", "0.2000 (0.0000)", "0.1500", "3.0"]
+    assert rows[beyond.BEST] == ["100", "0.2000 (0.0000)", "0.1500", "3"]
     assert rows["map"][0] == "–" and rows["map"][2:] == ["–", "–"]
 
 

@@ -232,7 +232,7 @@ def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tenso
     """X′, and the fifth of the training inputs that is held back where the weight of the complement is fitted."""
     inputs, held_back = problem.context.subspace_jacobians.inputs[:MOST_INPUTS], None
     if method.complement == "kfac-fitted":
-        kept = len(inputs) - len(inputs) // 5
+        kept = len(inputs) - max(1, len(inputs) // 5)
         inputs, held_back = inputs[:kept], inputs[kept:]
     if method.inputs != "train":
         noisy = perturbed(inputs, PERTURBATION, problem.seed)

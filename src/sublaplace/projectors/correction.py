@@ -37,7 +37,8 @@ def correction(
     noise = torch.tensor(noise_variances, dtype=torch.float64, device=covariance.device)
     noise = noise.repeat(num_rows // len(noise))  # given for one output, or for all of an input
     Z = _most_mistaken(covariance, kfac.joint_covariance(jacobians).double(), noise, dim, jacobians.dtype)
-    return basis_of(jacobians, exact.solve(transpose_products(jacobians, Z.to(jacobians.dtype))), dim)
+    vectors = exact.solve(transpose_products(jacobians, Z.to(jacobians.dtype)))
+    return basis_of(jacobians, vectors, Z.shape[1], dim)
 
 
 def _most_mistaken(covariance: Tensor, approximation: Tensor, noise: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -34,10 +34,10 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     num_rows = jacobians.num_rows
     tolerance = rank_tolerance(num_rows, jacobians.dtype)
     if num_rows > max(DENSE_ROWS, 4 * dim):
-        _, vectors = dominant_directions(jacobians, precision, dim, tolerance)
+        values, vectors = dominant_directions(jacobians, precision, dim, tolerance)
     else:
-        vectors = _by_covariance(jacobians, precision, dim, tolerance)
-    return basis_of(jacobians, vectors, dim)
+        values, vectors = _by_covariance(jacobians, precision, dim, tolerance)
+    return basis_of(jacobians, vectors, len(values), dim)
 
 
 def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:
@@ -46,13 +46,12 @@ def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:
     Cost: for each of two or three rounds, a pass over X′ and Ψ of s vectors.
     """
     tolerance = rank_tolerance(jacobians.num_rows, jacobians.dtype)
-    _, vectors = dominant_directions(jacobians, precision, start.dim, tolerance, 1e-2, start.vectors)
-    return basis_of(jacobians, vectors, start.dim)
+    values, vectors = dominant_directions(jacobians, precision, start.dim, tolerance, 1e-2, start.vectors)
+    return basis_of(jacobians, vectors, len(values), start.dim)
 
 
-def basis_of(jacobians: Jacobians, vectors: Vectors, dim: int) -> Basis:
-    """P with the span of these vectors, orthonormal, in their memory; a warning where they are fewer than asked for."""
-    rank = len(next(iter(vectors.values()))) if vectors else 0
+def basis_of(jacobians: Jacobians, vectors: Vectors, rank: int, dim: int) -> Basis:
+    """P with the span of `rank` vectors, orthonormal, in their memory; a warning if they are fewer than asked for."""
     if not rank:
         raise ValueError(
             "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
@@ -66,8 +65,8 @@ def basis_of(jacobians: Jacobians, vectors: Vectors, dim: int) -> Basis:
     return Basis(jacobians.linearization.layout, orthonormalise(vectors))
 
 
-def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, tolerance: float) -> Vectors:
-    """Λ⁻¹Jᵀu/√μ as in `dominant_directions`, from M itself."""
+def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, tolerance: float) -> tuple[Tensor, Vectors]:
+    """μ and z as in `dominant_directions`, from M itself."""
     require(
         3 * 8 * jacobians.num_rows**2,
         jacobians.device,
@@ -78,14 +77,14 @@ def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, toleran
     M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
     values, U = dominant_eigenvectors(M, dim, tolerance)
     if not len(values):
-        return {}
+        return values, {}
     weights = (U / values.sqrt()).to(jacobians.dtype)
     if isinstance(precision, BlockPrecision) and rows is not None:
         vectors = jacobians.linearization.zero_vectors(weights.shape[1])
         for name, part in vectors.items():
             torch.mm(weights.T, rows.pop(name), out=part)
-        return precision.unwhitened(vectors)
-    return precision.solve(transpose_products(jacobians, weights))
+        return values, precision.unwhitened(vectors)
+    return values, precision.solve(transpose_products(jacobians, weights))
 
 
 def transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:

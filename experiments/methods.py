@@ -1,15 +1,11 @@
-"""The posteriors that are compared: how each is made, and its covariances for every dimension s at once."""
+"""The posteriors that are compared: how each is made."""
 
 import copy
-import ctypes
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +13,7 @@ from torch import Tensor, nn
 
 from experiments.datasets import Dataset
 from experiments.recipes import Recipe
+from experiments.sweeps import capped
 from sublaplace import (
     PROJECTORS,
     Basis,
@@ -26,7 +23,6 @@ from sublaplace import (
     DensePrecision,
     DualPrecision,
     Gaussian,
-    Jacobian,
     Jacobians,
     Linearization,
     ProjectorContext,
@@ -34,11 +30,10 @@ from sublaplace import (
     low_rank,
 )
 from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
-from sublaplace.posterior import Posterior
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
-from sublaplace.subspace_inputs import perturbed
+from sublaplace.subspace_inputs import perturbed, split
 from sublaplace.weighting import nearest
 
 NEEDS_EXACT = ("lowrank-ggn", "lowrank-correction")
@@ -75,7 +70,6 @@ PERTURBATION = 0.1  # of the standard deviation of each feature
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
 DIRECTION_TOLERANCE = 1e-8  # share of the output Hessians' trace that may be dropped, also in float64
 
-Result = TypeVar("Result")
 Exact = DensePrecision | DualPrecision
 
 
@@ -232,8 +226,7 @@ def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tenso
     """X′, and the fifth of the training inputs that is held back where the weight of the complement is fitted."""
     inputs, held_back = problem.context.subspace_jacobians.inputs[:MOST_INPUTS], None
     if method.complement == "kfac-fitted":
-        kept = len(inputs) - max(1, len(inputs) // 5)
-        inputs, held_back = inputs[:kept], inputs[kept:]
+        inputs, held_back = split(inputs)
     if method.inputs != "train":
         noisy = perturbed(inputs, PERTURBATION, problem.seed)
         inputs = noisy if method.inputs == "perturbed" else torch.cat([inputs, noisy])
@@ -278,167 +271,3 @@ def exact_posterior(problem: Problem) -> Exact:
 def kfac_posterior(problem: Problem) -> BlockPrecision:
     """The KFAC Laplace approximation over all parameters, from nothing that was computed before."""
     return replace(problem.context, known={}).kfac()
-
-
-# Sweeps over s --------------------------------------------------------------------------------------------------------
-
-
-UnderPriors = Callable[[Jacobian], Iterator[tuple[tuple[int, float], Tensor]]]
-"""From a Jacobian to pairs of (s, λ) and the covariance of every input."""
-
-
-class Sweep(Protocol):
-    """Covariances of outputs for every one of `dims`, in float64, from one product with the Jacobian."""
-
-    @property
-    def dims(self) -> list[int]: ...
-
-    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        """For each s the covariance of every input: (n, C, C)."""
-
-    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        """For each s the covariance over all inputs together: (nC, nC)."""
-
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        """For each of some s and each λ the covariance of every input, P as it is: (n, C, C)."""
-
-
-@dataclass(frozen=True)
-class SubspaceSweep:
-    """Σ_{P_s} = W[:s]ᵀ W[:s] for ascending s, each added to the one before."""
-
-    posterior: SubspacePosterior
-    dims: list[int]
-
-    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        return self._cumulative(self.posterior.whitened(jacobian))
-
-    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        return self._cumulative(torch.cat([self.posterior.whitened(part).flatten(0, 1) for part in jacobians]))
-
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        largest_posterior = self.posterior.truncated(max(dims))
-        factors = {prior: largest_posterior.with_prior(prior).factor for prior in priors}
-
-        def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[int, float], Tensor]]:
-            rows = largest_posterior.projection.apply(jacobian).double()
-            for prior, factor in factors.items():
-                W = torch.linalg.solve_triangular(factor, rows.flatten(0, 1).T, upper=False).T.view_as(rows)
-                for s in dims:
-                    yield (s, prior), W[..., :s] @ W[..., :s].transpose(1, 2)
-
-        return covariances
-
-    def _cumulative(self, W: Tensor) -> Iterator[Tensor]:
-        total, start = torch.zeros((), dtype=W.dtype), 0
-        for s in self.dims:
-            part = W[..., start:s]
-            total = total + part @ part.transpose(-1, -2)
-            start = s
-            yield total
-
-
-@dataclass(frozen=True)
-class ComplementSweep:
-    """For each s a posterior that is exact in s dimensions and KFAC in all others."""
-
-    posteriors: dict[int, ComplementedPosterior]
-
-    @property
-    def dims(self) -> list[int]:
-        return list(self.posteriors)
-
-    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        for posterior in self.posteriors.values():
-            yield posterior.covariance(jacobian).double()
-
-    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        for posterior in self.posteriors.values():
-            yield posterior.joint_covariance(jacobians)
-
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        return _covariances_of({(s, prior): self.posteriors[s].with_prior(prior) for s in dims for prior in priors})
-
-
-@dataclass(frozen=True)
-class WholeSweep:
-    """A posterior over all p parameters: one entry, s = p."""
-
-    posterior: Exact | BlockPrecision
-    dims: list[int]
-
-    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        yield self.posterior.covariance(jacobian).double()
-
-    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        yield self.posterior.joint_covariance(jacobians)
-
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        return _covariances_of({(s, prior): self.posterior.with_prior(prior) for s in dims for prior in priors})
-
-
-@dataclass(frozen=True)
-class CertainSweep:
-    """The plain network: no covariance, s = 0."""
-
-    dims: list[int]
-
-    def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        n, C = jacobian.outputs.shape
-        yield torch.zeros(n, C, C, dtype=torch.float64)
-
-    def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        yield torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64)
-
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        raise ValueError("The plain network has no λ.")
-
-
-def _covariances_of(posteriors: Mapping[tuple[int, float], Posterior]) -> UnderPriors:
-    def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[int, float], Tensor]]:
-        for key, posterior in posteriors.items():
-            yield key, posterior.covariance(jacobian).double()
-
-    return covariances
-
-
-def capped(dims: list[int], rank: int) -> list[int]:
-    """The grid of dimensions without those above the rank that was found, which takes their place."""
-    return sorted({min(s, rank) for s in dims})
-
-
-# Cost -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of processor time, and memory (MB) above what was in use before: at the peak, and held by the result."""
-
-    seconds: float
-    peak_memory_mb: float
-    kept_memory_mb: float
-
-    def then(self, other: "Cost") -> "Cost":
-        """The cost of both, one after the other."""
-        return Cost(
-            self.seconds + other.seconds,
-            max(self.peak_memory_mb, self.kept_memory_mb + other.peak_memory_mb),
-            self.kept_memory_mb + other.kept_memory_mb,
-        )
-
-
-def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
-    """What `build` gives, and what that costs. Linux only: memory is read from /proc."""
-    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that it does not hide new use
-    Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
-    # Processor time: with one thread that of an idle machine, whatever else is running on this one.
-    before, start = _memory_mb("VmRSS"), time.process_time()
-    result = build()
-    seconds = time.process_time() - start
-    return result, Cost(seconds, _memory_mb("VmHWM") - before, _memory_mb("VmRSS") - before)
-
-
-def _memory_mb(field: str) -> float:
-    """VmRSS (resident memory now) or VmHWM (its peak) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))

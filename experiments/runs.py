@@ -14,27 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from experiments.cost import Cost, measured
 from experiments.datasets import Dataset, image_pixels, image_tensor, load
 from experiments.methods import (
     COMPLEMENTED,
     FEASIBLE,
-    CertainSweep,
     Complemented,
-    ComplementSweep,
-    Cost,
     Exact,
     Problem,
-    SubspaceSweep,
-    Sweep,
-    WholeSweep,
-    capped,
     complemented_posteriors,
     complemented_projection,
     drawn,
     exact_posterior,
     feasible_projection,
     kfac_posterior,
-    measured,
     optimal_projection,
     outputs_of,
     reduced_posterior,
@@ -52,6 +45,7 @@ from experiments.scores import (
     predictive_scores,
 )
 from experiments.sensitivity import HEAT_MAP_SHAPE, keep_heat_map, sensitivities
+from experiments.sweeps import CertainSweep, ComplementSweep, SubspaceSweep, Sweep, WholeSweep, capped
 from experiments.training import held_out, trained_network
 from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior
 

@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from experiments.methods import Problem, Sweep, outputs_of
+from experiments.methods import Problem, outputs_of
+from experiments.sweeps import Sweep
 from sublaplace import metrics
 from sublaplace.predictive import probit
 

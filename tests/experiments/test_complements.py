@@ -11,10 +11,11 @@ from test_runs import IMAGES, PLAIN, pictures, regression
 from torch.distributions import Normal
 
 from experiments import runs
-from experiments.methods import COMPLEMENTED, Complemented, Problem, Sweep
+from experiments.methods import COMPLEMENTED, Complemented, Problem
 from experiments.results import Job, Results
 from experiments.runs import SeedRun
 from experiments.scores import TestSet, own_prior_scores
+from experiments.sweeps import Sweep
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
 from sublaplace.subspace_inputs import perturbed

@@ -16,21 +16,13 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from experiments import datasets, runs
 from experiments import scores as scoring
 from experiments.__main__ import main
+from experiments.cost import Cost, measured
 from experiments.datasets import Dataset
-from experiments.methods import (
-    Cost,
-    Problem,
-    SubspaceSweep,
-    capped,
-    drawn,
-    feasible_projection,
-    measured,
-    optimal_projection,
-    reduced_posterior,
-)
+from experiments.methods import Problem, drawn, feasible_projection, optimal_projection, reduced_posterior
 from experiments.recipes import RECIPES, Recipe, TrainingRecipe
 from experiments.results import Results, Row
 from experiments.sensitivity import sensitivities
+from experiments.sweeps import SubspaceSweep, capped
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
 

@@ -55,8 +55,8 @@ bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 
 reproduce: $(VENV)/.stamp-experiments  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)
-	$(BIN)/python -m experiments train all --seeds 5
-	$(BIN)/python -m experiments run all --seeds 5
+	$(BIN)/python -m experiments train all
+	$(BIN)/python -m experiments run all
 	$(BIN)/python -m experiments report
 
 reproduce-smoke: $(VENV)/.stamp-experiments  ## one tiny configuration of each experiment

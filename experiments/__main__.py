@@ -11,7 +11,7 @@ import torch
 
 from experiments import datasets
 from experiments.networks import NETWORKS, num_parameters
-from experiments.recipes import RECIPES
+from experiments.recipes import RECIPES, Recipe
 from experiments.training import WEIGHTS, held_out, is_trained, trained_network
 
 COMPUTED = WEIGHTS.parent
@@ -62,33 +62,44 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_what(parser: argparse.ArgumentParser, nargs: str) -> None:
     parser.add_argument("dataset", nargs=nargs, help=f"of {', '.join(RECIPES)}; or all", metavar="dataset")
-    parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--seeds", type=int, help="how many (default: 5, of large networks 1)")
     parser.add_argument("--first-seed", type=int, default=0)
 
 
 def _checked_names(options: argparse.Namespace) -> list[str]:
-    names = list(RECIPES) if options.dataset == ["all"] else list(options.dataset)
+    everything = [name for name, recipe in RECIPES.items() if recipe.num_seeds]
+    names = everything if options.dataset == ["all"] else list(options.dataset)
     unknown = [name for name in names if name not in RECIPES]
     if unknown:
         raise SystemExit(f"error: unknown data set '{unknown[0]}'; choose of {', '.join(RECIPES)}, or all.")
     return names
 
 
-def _seeds(options: argparse.Namespace) -> range:
-    return range(options.first_seed, options.first_seed + options.seeds)
+def _seeds(options: argparse.Namespace, recipe: Recipe) -> range:
+    count = max(recipe.num_seeds, 1) if options.seeds is None else options.seeds
+    return range(options.first_seed, options.first_seed + count)
 
 
 def _list(options: argparse.Namespace) -> None:
     from experiments.results import Results
 
     done = Results(options.results).done() if options.results.exists() else set()
-    print(f"{'data set':<22}{'network':<10}{'p':>7}  {'n':>5}  {'s up to':>7}  {'λ':>6}  trained seeds    jobs done")
+    columns = f"{'p':>10}  {'n':>5}  {'s up to':>7}  {'λ':>6}"
+    print(f"{'data set':<25}{'network':<20}{columns}  trained seeds    jobs done")
     for name, recipe in RECIPES.items():
-        trained = [str(seed) for seed in range(10) if is_trained(recipe, seed)]
+        seeds = range(10) if recipe.training.epochs else range(1)
+        trained = [str(seed) for seed in seeds if is_trained(recipe, seed)]
         jobs = sum(job.dataset == name or job.dataset.startswith(f"{name}-c/") for job in done)
-        p = num_parameters(NETWORKS[recipe.network]())
-        facts = f"{name:<22}{recipe.network:<10}{p:>7,}  {recipe.num_inputs:>5}  {recipe.largest_dim:>7}"
+        facts = f"{name:<25}{recipe.network:<20}{_size(recipe):>10}  {recipe.num_inputs:>5}  {recipe.largest_dim:>7}"
         print(f"{facts}  {recipe.prior_precision:>6}  {' '.join(trained) or '–':<15}  {jobs}")
+
+
+def _size(recipe: Recipe) -> str:
+    """p, where the network can be made: some come from files or packages that are not always here."""
+    try:
+        return f"{num_parameters(NETWORKS[recipe.network]()):,}"
+    except (FileNotFoundError, ImportError):
+        return "–"
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -97,13 +108,14 @@ def _train(options: argparse.Namespace) -> None:
         if options.held_out:
             dataset, _, _ = held_out(dataset)
             recipe = replace(recipe, dataset=dataset.name)
-        for seed in _seeds(options):
+        for seed in _seeds(options, recipe):
             trained_network(recipe, dataset, seed)
 
 
 def _run(options: argparse.Namespace) -> None:
     from experiments import runs
     from experiments.results import Results
+    from experiments.scored_sets import corruptions_of
 
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
@@ -113,9 +125,9 @@ def _run(options: argparse.Namespace) -> None:
     if not options.dataset:
         raise SystemExit("error: name the data sets to run, or give --smoke.")
     for name in _checked_names(options):
-        corruptions = runs.corruptions_of(RECIPES[name])
-        results = Results(options.results)
-        runs.run(RECIPES[name], datasets.load(name), _seeds(options), results, COMPUTED, corruptions)
+        recipe, results = RECIPES[name], Results(options.results)
+        seeds, corruptions = _seeds(options, recipe), corruptions_of(recipe)
+        runs.run(recipe, datasets.load(name), seeds, results, COMPUTED, corruptions)
 
 
 def _scale(options: argparse.Namespace) -> None:

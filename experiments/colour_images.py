@@ -44,6 +44,12 @@ def scaled(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float,
     return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
+def pixels_of(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
+    """The inverse of `scaled`: (n, 3, H, W) back to pixels (n, H, W, 3)."""
+    values = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
+    return (values * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
 def cifar10() -> Dataset:
     """50,000 training and 10,000 test images of 32 × 32 pixels."""
     labels = np.load(io.BytesIO(content(CIFAR10["labels.npz"])))

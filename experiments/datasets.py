@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -295,6 +295,13 @@ IDX_FILES: dict[str, dict[str, SourceFile]] = {
     ),
 }
 
+
+def _colour_images(name: str) -> Dataset:
+    from experiments import colour_images  # which takes its files from here
+
+    return replace(colour_images.cifar10() if name == "cifar10" else colour_images.imagenet10(), name=name)
+
+
 DATASETS: dict[str, Callable[[str], Dataset]] = {
     "enb": _enb,
     "redwine": _redwine,
@@ -303,4 +310,8 @@ DATASETS: dict[str, Callable[[str], Dataset]] = {
     "naval": _naval,
     "mnist": _image_set,
     "fashionmnist": _image_set,
+    "cifar10": _colour_images,
+    "imagenet10": _colour_images,
+    "imagenet10-efficientnet": _colour_images,
+    "imagenet10-finetuned": _colour_images,
 }

@@ -111,21 +111,29 @@ class Problem:
     @cached_property
     def context(self) -> ProjectorContext:
         """What projectors are built from, with X′ drawn from the training inputs."""
-        inputs, targets = self.dataset.train_inputs.to(self.dtype), self.dataset.train_targets
-        if self.noise_std is not None:
-            targets = targets.to(self.dtype)
-        loader = list(zip(inputs.split(BATCH_SIZE), targets.split(BATCH_SIZE), strict=True))
         likelihood = Categorical() if self.noise_std is None else Gaussian(self.noise_std)
-        chosen = drawn(len(inputs), self.recipe.num_inputs, self.seed, "subspace inputs")
+        total = len(self.dataset.train_inputs)
+        chosen = drawn(total, self.recipe.num_inputs, self.seed, "subspace inputs")
         return ProjectorContext(
-            stream=CurvatureStream(self.linearization, loader, likelihood, DIRECTION_TOLERANCE, num_data=len(inputs)),
-            subspace_jacobians=self.jacobians(inputs[chosen]),
-            num_data=len(inputs),
+            stream=CurvatureStream(self.linearization, self.loader, likelihood, DIRECTION_TOLERANCE),
+            subspace_jacobians=self.jacobians(self.dataset.train_inputs[chosen]),
+            num_data=total,
             num_outputs=self.outputs.shape[1],
             dim=self.recipe.largest_dim,
             prior_precision=self.recipe.prior_precision,
             seed=self.seed,
         )
+
+    @cached_property
+    def loader(self) -> list[tuple[Tensor, ...]]:
+        """The training data in batches; where only some are used, each has the weight of those that it stands for."""
+        inputs, targets = self.dataset.train_inputs, self.dataset.train_targets
+        parts = [inputs.to(self.dtype), targets if self.noise_std is None else targets.to(self.dtype)]
+        if self.recipe.num_curvature_inputs is not None:
+            chosen = drawn(len(inputs), self.recipe.num_curvature_inputs, self.seed, "curvature inputs")
+            weights = torch.full((len(chosen),), len(inputs) / len(chosen), dtype=self.dtype)
+            parts = [part[chosen] for part in parts] + [weights]
+        return list(zip(*(part.split(BATCH_SIZE) for part in parts), strict=True))
 
     def jacobians(self, inputs: Tensor) -> Jacobians:
         """J of any inputs."""
@@ -171,7 +179,7 @@ def expected_ranks() -> Iterator[None]:
 
 def _swag(context: ProjectorContext, problem: Problem) -> Projection:
     """subset-swag with the recipe's snapshots and learning rate, and batches as in training."""
-    inputs, targets = (torch.cat(parts) for parts in zip(*context.stream.loader, strict=True))
+    inputs, targets = (torch.cat(parts) for parts in list(zip(*problem.loader, strict=True))[:2])
     loader = ShuffledBatches(inputs, targets, problem.recipe.training.batch_size, context.seed)
     scores = swag_variances(
         context.linearization,

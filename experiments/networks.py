@@ -1,9 +1,11 @@
-"""The networks of the paper, without the ones for CIFAR10 and ImageNet10."""
+"""The networks of the experiments by name; the small ones are defined here."""
 
 from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
+
+from experiments.resnets import ResNet18, resnet9, resnet18_of_imagenet
 
 
 def mlp(num_inputs: int, num_outputs: int, width: int = 128) -> nn.Sequential:
@@ -30,12 +32,22 @@ class ReusedConvolutionCNN(nn.Module):
         return self.head(self.reused(self.reused(self.first(images))).flatten(1))
 
 
+def _efficientnet() -> nn.Module:
+    from experiments.efficientnet import efficientnet_lite0
+
+    return efficientnet_lite0()
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp-8-2": partial(mlp, 8, 2),
     "mlp-11-1": partial(mlp, 11, 1),
     "mlp-8-1": partial(mlp, 8, 1),
     "mlp-14-2": partial(mlp, 14, 2),
     "cnn": ReusedConvolutionCNN,
+    "resnet9": resnet9,
+    "resnet18": ResNet18,
+    "resnet18-imagenet": resnet18_of_imagenet,
+    "efficientnet-lite0": _efficientnet,
 }
 
 

@@ -13,7 +13,8 @@ class TrainingRecipe:
     """How θ̂ is found: Adam with L2 regularisation, gradients clipped, a piecewise linear schedule a step.
 
     The learning rate rises linearly from 1e-4 of its value over the fraction `warm` of the steps, stays, and falls
-    linearly to 0 from the fraction `decay` on.
+    linearly to 0 from the fraction `decay` on. A network of no epochs comes trained. `augmentation` names a random
+    change of the training pictures; `channels_last` is faster for wide convolutions.
     """
 
     learning_rate: float
@@ -23,6 +24,8 @@ class TrainingRecipe:
     batch_size: int
     weight_decay: float = 1e-4
     gradient_norm: float = 1.0
+    augmentation: str = ""
+    channels_last: bool = False
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of step 0 ≤ `step` < `num_steps`."""
@@ -60,8 +63,15 @@ class Recipe:
     dtype: torch.dtype = torch.float64  # of all but the exact GGN, which is float64 always
     small_dims: tuple[int, ...] = ()  # beside the grid
     large_subset_dims: tuple[int, ...] = ()  # beside the grid, for methods that choose single parameters
-    corrupted: bool = False  # corrupted test sets as well
+    corrupted_dims: tuple[int, ...] = ()  # s on corrupted test sets; without any there are none
     maps_sensitivity: bool = False  # the sensitivity of every parameter is kept for a heat map
+    num_seeds: int = 5  # of a run of everything
+    # For networks whose exact GGN, p × p, is out of reach: there is no full posterior to compare with.
+    large: bool = False
+    num_curvature_inputs: int | None = None  # training inputs that stand for all in the curvature
+    num_scored: int | None = None  # test inputs that are scored; the temperature is fitted on the others
+    num_corrupted: int | None = None  # of them those that are corrupted, at every severity
+    certified_dims: tuple[int, ...] = ()  # s at which the captured share of the trace is certified
 
     def dims(self, projector: str) -> list[int]:
         """The subspace dimensions s, ascending: a grid of ten, those compared, and what this data set adds."""
@@ -69,9 +79,16 @@ class Recipe:
         grid |= {s for s in COMPARED_DIMS if s < self.largest_dim}
         return sorted(grid | set(self.large_subset_dims) if projector.startswith("subset") else grid)
 
+    @property
+    def compared_dims(self) -> list[int]:
+        """`COMPARED_DIMS`; of a large network those that its grid reaches, for want of memory."""
+        return [s for s in COMPARED_DIMS if s <= self.largest_dim or not self.large]
+
     def training_fingerprint(self) -> str:
         """A digest of all that trained weights depend on, beside the seed."""
-        facts = {"dataset": self.dataset, "network": self.network, **asdict(self.training)}
+        # What a recipe does without is left out, so that weights stay those of their recipe when recipes get new parts.
+        training = {name: value for name, value in asdict(self.training).items() if value != "" and value is not False}
+        facts = {"dataset": self.dataset, "network": self.network, **training}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -141,7 +158,7 @@ RECIPES: dict[str, Recipe] = {
             largest_dim=1000,
             prior_precision=18.94,
             dtype=torch.float32,
-            corrupted=True,
+            corrupted_dims=(100,),
         ),
         Recipe(
             "fashionmnist",
@@ -151,6 +168,57 @@ RECIPES: dict[str, Recipe] = {
             largest_dim=1000,
             prior_precision=32.69,
             dtype=torch.float32,
+        ),
+        Recipe(
+            "cifar10",
+            "resnet9",
+            # The published recipe has 100 epochs.
+            TrainingRecipe(0.004, 12, 0.1, 0.7, batch_size=256, augmentation="cifar10", channels_last=True),
+            num_inputs=100,
+            largest_dim=1000,
+            prior_precision=68.07,
+            dtype=torch.float32,
+            corrupted_dims=(100, 200, 300),
+            num_seeds=1,
+            large=True,
+            num_curvature_inputs=5000,
+            num_scored=2000,
+            num_corrupted=200,
+            certified_dims=(100, 500),
+        ),
+        Recipe(
+            "imagenet10",
+            "resnet18",
+            # From scratch: the published recipe fine-tunes, with a batch of 256, which is most of these images.
+            TrainingRecipe(0.0004, 40, 0.1, 0.5, batch_size=32, channels_last=True),
+            num_inputs=100,
+            largest_dim=100,
+            prior_precision=13.0,
+            dtype=torch.float32,
+            num_seeds=1,
+            large=True,
+        ),
+        Recipe(
+            "imagenet10-efficientnet",
+            "efficientnet-lite0",
+            TrainingRecipe(0.0, 0, 0.0, 1.0, batch_size=32),
+            num_inputs=100,
+            largest_dim=100,
+            prior_precision=13.0,
+            dtype=torch.float32,
+            num_seeds=1,
+            large=True,
+        ),
+        Recipe(
+            "imagenet10-finetuned",
+            "resnet18-imagenet",
+            TrainingRecipe(0.0004, 10, 0.5, 0.5, batch_size=256, channels_last=True),
+            num_inputs=100,
+            largest_dim=100,
+            prior_precision=13.0,
+            dtype=torch.float32,
+            num_seeds=0,  # its weights are a file that the user has
+            large=True,
         ),
     )
 }

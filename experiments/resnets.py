@@ -1,6 +1,13 @@
 """The residual networks: ResNet9 for CIFAR10 and ResNet18 for ImageNet10, the latter with torchvision's names."""
 
+import os
+from pathlib import Path
+
+import torch
 from torch import Tensor, nn
+
+RESNET18_FILE = "SUBLAPLACE_RESNET18"
+"""The environment variable that names torchvision's file of ResNet18 (resnet18-f37072fd.pth)."""
 
 
 def _convolution_block(inputs: int, outputs: int, pool: bool = False) -> nn.Sequential:
@@ -81,6 +88,25 @@ class ResNet18(nn.Module):
         hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
         result: Tensor = self.fc(self.avgpool(hidden).flatten(1))
         return result
+
+
+def resnet18_of_imagenet() -> ResNet18:
+    """ResNet18 with torchvision's weights and a new last layer for ten classes; `RESNET18_FILE` says where they are."""
+    path = Path(os.environ.get(RESNET18_FILE, ""))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"ResNet18's ImageNet weights are not here: set {RESNET18_FILE} to torchvision's file "
+            "resnet18-f37072fd.pth (download.pytorch.org/models), or run imagenet10, which trains from scratch."
+        )
+    network = ResNet18()
+    weights = torch.load(path, weights_only=True)
+    kept = {name: part for name, part in weights.items() if not name.startswith("fc.")}
+    missing, unexpected = network.load_state_dict(kept, strict=False)
+    if set(missing) != {"fc.weight", "fc.bias"} or unexpected:
+        raise ValueError(
+            f"{path} is not a ResNet18 of torchvision: {sorted({*missing, *unexpected})[:5]} do not match."
+        )
+    return network
 
 
 def freeze_norms(network: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from experiments.cost import Cost, measured
-from experiments.datasets import Dataset, image_pixels, image_tensor, load
+from experiments.datasets import Dataset, load
 from experiments.methods import (
     COMPLEMENTED,
     FEASIBLE,
@@ -32,11 +32,11 @@ from experiments.methods import (
     outputs_of,
     reduced_posterior,
 )
-from experiments.recipes import COMPARED_DIMS, RECIPES, Recipe
+from experiments.recipes import RECIPES, Recipe
 from experiments.results import Job, Results, Row
+from experiments.scored_sets import TestSet, corruptions_of, scored_part, scored_sets
 from experiments.scores import (
     Scores,
-    TestSet,
     approximation_scores,
     best_temperature,
     classification_scores,
@@ -52,10 +52,9 @@ from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior
 # Names beside those of the library's projectors.
 OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
 FULL, KFAC, MAP, TEMPERATURE, ENSEMBLE = "full", "kfac", "map", "temperature", "ensemble"
+CERTIFIED = "certified-lowrank-kfac"  # how much of the full trace lowrank-kfac captures for certain
 EXACT = (FULL, "lowrank-ggn", OPTIMUM)
 
-CORRUPTED_DIM = 100  # s on corrupted test sets
-CORRUPTION_SEED = 0  # the corrupted images are one data set, the same for every network
 ENSEMBLE_SIZE = 5
 DEAD_PARAMETER_INPUTS = 1000
 OWN_PRIOR = (
@@ -68,19 +67,6 @@ OWN_PRIOR = (
 PRIOR_FACTORS = [10 ** (k / 2) for k in range(-6, 7)]  # of the paper's λ
 
 
-def test_sets(dataset: Dataset, corruptions: Sequence[str]) -> list[TestSet]:
-    """The test data themselves, then their corrupted versions, generated."""
-    sets = [TestSet(dataset.name, dataset.test_inputs, dataset.test_targets)]
-    if corruptions:
-        from experiments.corruptions import corrupt
-
-        pixels = image_pixels(dataset.test_inputs)
-        for name in tqdm(corruptions, "corrupting images", leave=False):
-            corrupted = image_tensor(corrupt(name, pixels, CORRUPTION_SEED))
-            sets.append(TestSet(f"{dataset.name}-c/{name}", corrupted, dataset.test_targets))
-    return sets
-
-
 def run(
     recipe: Recipe,
     dataset: Dataset,
@@ -90,23 +76,15 @@ def run(
     corruptions: Sequence[str] = (),
 ) -> None:
     """All jobs of a data set that are not in the results yet; networks are trained where they are missing."""
-    sets = test_sets(dataset, corruptions)
+    dataset, unscored = scored_part(recipe, dataset)
+    sets = scored_sets(recipe, dataset, corruptions)
     for seed in seeds:
         network = trained_network(recipe, dataset, seed, computed / "weights")
         problem = Problem(recipe, dataset, network, seed).to(recipe.dtype)
-        SeedRun(problem, sets, results, computed).run()
+        SeedRun(problem, sets, results, computed, unscored).run()
     if len(seeds) >= ENSEMBLE_SIZE:
         networks = [trained_network(recipe, dataset, seed, computed / "weights") for seed in seeds[:ENSEMBLE_SIZE]]
         _run_ensemble(recipe, dataset, networks, sets, results)
-
-
-def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
-    """The corruptions of the test set that belong to a data set."""
-    if not recipe.corrupted:
-        return ()
-    from experiments.corruptions import MNIST_C
-
-    return MNIST_C
 
 
 def smoke(results: Results, computed: Path) -> int:
@@ -128,13 +106,14 @@ class SeedRun:
 
     Those that need the exact GGN come first, since they leave what all others are compared with, the covariance of
     the full Laplace approximation for the drawn test inputs. It is kept on disk, so that a run that was stopped need
-    not compute it again.
+    not compute it again. For a large network there is none of this: posteriors are compared by their trace alone.
     """
 
     problem: Problem
     test_sets: list[TestSet]
     results: Results
     computed: Path
+    unscored: TestSet | None = None  # test data that are not scored, where there are any
 
     @property
     def recipe(self) -> Recipe:
@@ -145,16 +124,26 @@ class SeedRun:
         left = [job for job in self._jobs() if job not in done]
         with tqdm(total=len(left), desc=f"{self.recipe.dataset} seed {self.problem.seed}") as progress:
             todo = _Todo(left, progress)
-            self._exact_jobs(todo)
+            if not self.recipe.large:
+                self._exact_jobs(todo)
             self._single_jobs(todo)
             self._corrupted_jobs(todo)
 
     def _jobs(self) -> list[Job]:
         main, *corrupted = (test_set.name for test_set in self.test_sets)
-        plain = (KFAC, MAP) if self.problem.noise_std is not None else (KFAC, MAP, TEMPERATURE)
-        jobs = [self._job(main, name) for name in (*EXACT, *FEASIBLE, *plain)]
-        jobs += [self._complemented_job(method) for method in COMPLEMENTED]
-        return jobs + [self._job(name, method) for name in corrupted for method in (FULL, *FEASIBLE, *plain)]
+        large = self.recipe.large
+        plain = (KFAC, MAP, TEMPERATURE) if self._has_temperature else (KFAC, MAP)
+        jobs = [self._job(main, name) for name in (*(() if large else EXACT), *FEASIBLE, *plain)]
+        jobs += [self._complemented_job(method) for method in COMPLEMENTED if not (large and method.needs_exact)]
+        if self.recipe.certified_dims:
+            jobs.append(self._job(main, CERTIFIED))
+        full = () if large else (FULL,)
+        return jobs + [self._job(name, method) for name in corrupted for method in (*full, *FEASIBLE, *plain)]
+
+    @property
+    def _has_temperature(self) -> bool:
+        """Whether there are data to fit a temperature on: a large network has no twin, for want of time."""
+        return self.problem.noise_std is None and (not self.recipe.large or self.unscored is not None)
 
     def _job(self, dataset: str, name: str) -> Job:
         inputs = "test" if name == OPTIMUM else "train" if name.startswith("lowrank") else ""
@@ -192,7 +181,7 @@ class SeedRun:
             self._complement(todo, method, problem, exact, cost)
         for test_set in traces:
             scores = {whole.dims[0]: self._approximation(test_set, problem, whole)[whole.dims[0]]}
-            self._write(todo, {self._job(test_set.name, FULL): scores}, cost, _precision_note(problem))
+            self._write(todo, {self._job(test_set.name, FULL): scores}, cost, self._note(problem))
 
     def _low_rank_job(
         self,
@@ -225,11 +214,9 @@ class SeedRun:
     ) -> None:
         """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
-        dim = max(COMPARED_DIMS)
-        projection, cost = measured(lambda: complemented_projection(problem, method, dim, exact))
-        posteriors, fit = measured(
-            lambda: complemented_posteriors(self.problem, method, projection, COMPARED_DIMS, exact)
-        )
+        dims = self.recipe.compared_dims
+        projection, cost = measured(lambda: complemented_projection(problem, method, max(dims), exact))
+        posteriors, fit = measured(lambda: complemented_posteriors(self.problem, method, projection, dims, exact))
         sweep = ComplementSweep(posteriors)
         cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
         weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
@@ -283,6 +270,9 @@ class SeedRun:
         if todo.has(self._job(main.name, TEMPERATURE)):
             todo.say(TEMPERATURE)
             self._temperature(todo, main)
+        if todo.has(self._job(main.name, CERTIFIED)):
+            todo.say(CERTIFIED)
+            self._certified(todo, main)
 
     def _fitted(self, name: str, dim: int) -> tuple[SubspacePosterior, Cost, Cost]:
         """The posterior of a feasible projector, and the costs of P and of the posterior in its span."""
@@ -300,7 +290,7 @@ class SeedRun:
             prior_precision="marglik",
             noise_std=self.problem.noise_std,
         )
-        prior = la.fit(self.problem.context.stream.loader).prior_precision
+        prior = la.fit(self.problem.loader).prior_precision
         assert prior is not None
         return prior
 
@@ -308,10 +298,7 @@ class SeedRun:
         """The share of dead parameters; σ and the error of regression, the accuracy of classification."""
         inputs, targets = self.problem.dataset.test_inputs, self.problem.dataset.test_targets
         outputs = outputs_of(self.problem.network, inputs)
-        count = min(DEAD_PARAMETER_INPUTS, len(self.problem.dataset.train_inputs))
-        chosen = drawn(len(self.problem.dataset.train_inputs), count, self.problem.seed, "dead parameters")
-        largest = sensitivities(self.problem, self.problem.dataset.train_inputs[chosen]).amax(0)
-        facts = {"dead_percent": 100 * (largest == 0).double().mean().item()}
+        facts = {} if self.recipe.large else {"dead_percent": self._dead_percent()}
         if self.recipe.maps_sensitivity and self.problem.seed == 0:
             path = self.results.path.parent / f"dead_parameters-{self.recipe.dataset}.npz"
             keep_heat_map(path, sensitivities(self.problem, inputs[: HEAT_MAP_SHAPE[0]]))
@@ -320,19 +307,59 @@ class SeedRun:
         error = (outputs - targets).double().square().mean().sqrt().item()
         return facts | {"noise_std": self.problem.noise_std, "rmse": error}
 
+    def _dead_percent(self) -> float:
+        inputs = self.problem.dataset.train_inputs
+        count = min(DEAD_PARAMETER_INPUTS, len(inputs))
+        chosen = drawn(len(inputs), count, self.problem.seed, "dead parameters")
+        largest = sensitivities(self.problem, inputs[chosen]).amax(0)
+        return 100 * (largest == 0).double().mean().item()
+
     def _temperature(self, todo: "_Todo", test_set: TestSet) -> None:
-        """The network's outputs divided by the temperature that suits data which a twin of it has not seen."""
-        temperature = self._temperature_of_the_twin
+        """The network's outputs divided by the temperature that suits data which neither it nor the score has seen."""
+        temperature, note = self._fitted_temperature
         probabilities = (outputs_of(self.problem.network, test_set.inputs).double() / temperature).softmax(1)
         scores = classification_scores(probabilities, test_set.targets) | {"temperature": temperature}
-        note = "temperature fitted on held-out training data, with a network of seed 0 trained on the rest"
         self._write(todo, {self._job(test_set.name, TEMPERATURE): {0: scores}}, None, note)
 
     @cached_property
-    def _temperature_of_the_twin(self) -> float:
+    def _fitted_temperature(self) -> tuple[float, str]:
+        """The temperature, and what it was fitted on: test data that are not scored, or training data of a twin."""
+        if self.unscored is not None:
+            outputs = outputs_of(self.problem.network, self.unscored.inputs).double()
+            note = f"temperature fitted on {len(outputs):,} other test inputs"
+            return best_temperature(outputs, self.unscored.targets), note
         rest, inputs, targets = held_out(self.problem.dataset)
         twin = trained_network(replace(self.recipe, dataset=rest.name), rest, 0, self.computed / "weights")
-        return best_temperature(outputs_of(twin, inputs).double(), targets)
+        note = "temperature fitted on held-out training data, with a network of seed 0 trained on the rest"
+        return best_temperature(outputs_of(twin, inputs).double(), targets), note
+
+    def _certified(self, todo: "_Todo", test_set: TestSet) -> None:
+        """The share of the full trace that lowrank-kfac captures: at least, and at most, as a larger s shows.
+
+        Both are of the drawn inputs. With Σ of the full posterior between the bounds, Tr Σ_s over the trace of the
+        upper one is a lower limit; and as Tr Σ is no less than the trace at the largest s, the ratio of the two traces
+        is an upper one.
+        """
+        *_, largest = dims = self.recipe.certified_dims
+        projection, cost = measured(lambda: feasible_projection("lowrank-kfac", self.problem, largest))
+        la = SubspaceLaplace(
+            self.problem.network,
+            self.problem.dataset.likelihood,
+            projector=lambda _: projection,
+            dim=largest,
+            prior_precision=self.recipe.prior_precision,
+            certified=True,
+        ).fit(self.problem.loader)
+        inputs = self.draw(test_set).to(self.problem.dtype)
+        shares, traces = la.captured(inputs), la.trace(inputs)
+        scores = {
+            s: {
+                "captured_at_least": float(shares[s - 1]),
+                "captured_at_most": float(traces[s - 1] / traces[-1]),
+            }
+            for s in capped(list(dims), len(traces))
+        }
+        self._write(todo, {self._job(test_set.name, CERTIFIED): scores}, cost, self._note(self.problem))
 
     # Corrupted test sets: all posteriors on the same Jacobians
 
@@ -344,8 +371,8 @@ class SeedRun:
         costs: dict[str, Cost | None] = {MAP: None}
         for name in FEASIBLE:
             todo.say(f"{name} for corrupted inputs")
-            posterior, costs[name], _ = self._fitted(name, CORRUPTED_DIM)
-            sweeps[name] = _sweep_of(name, posterior, [CORRUPTED_DIM])
+            posterior, costs[name], _ = self._fitted(name, max(self.recipe.corrupted_dims))
+            sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
         kfac, costs[KFAC] = measured(lambda: kfac_posterior(self.problem))
         sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
         for test_set in corrupted:
@@ -358,7 +385,7 @@ class SeedRun:
                 approximation = self._approximation(test_set, self.problem, sweep)
                 scores = {s: approximation[s] | predictive[name][s] for s in sweep.dims}
                 job = self._job(test_set.name, name)
-                self._write(todo, {job: scores}, costs[name], _precision_note(self.problem))
+                self._write(todo, {job: scores}, costs[name], self._note(self.problem))
 
     # Scores and rows
 
@@ -368,7 +395,7 @@ class SeedRun:
 
     def _approximation(self, test_set: TestSet, problem: Problem, sweep: Sweep) -> dict[int, Scores]:
         reference = self.reference(test_set)
-        assert reference is not None, "the exact jobs leave a reference"
+        assert self.recipe.large or reference is not None, "the exact jobs leave a reference"
         return approximation_scores(problem, self.draw(test_set), sweep, reference)
 
     def _finish(
@@ -388,21 +415,31 @@ class SeedRun:
         scores = self._approximation(test_set, problem, sweep)
         for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
             scores[s] |= values
-        if (name, job.complement) in OWN_PRIOR:
-            dims = sweep.dims if name == KFAC else [s for s in sweep.dims if s in COMPARED_DIMS]
+        if (name, job.complement) in OWN_PRIOR and not self.recipe.large:
+            dims = sweep.dims if name == KFAC else [s for s in sweep.dims if s in self.recipe.compared_dims]
             priors = [self.recipe.prior_precision * factor for factor in PRIOR_FACTORS]
             for s, values in own_prior_scores(problem, test_set, sweep, dims, priors).items() if dims else ():
                 scores[s] |= values
         for s, values in (of_dims or {}).items():
             scores[s] |= values
         scores[sweep.dims[-1]] |= (extra or {}) | ({"posterior_seconds": fit.seconds} if fit else {})
-        note = _precision_note(problem)
-        grid = list(COMPARED_DIMS) if job.complement else self.recipe.dims(name)
+        note = self._note(problem)
+        grid = self.recipe.compared_dims if job.complement else self.recipe.dims(name)
         if sweep.dims != grid and name.startswith("lowrank"):
             note += f"; s up to the rank {sweep.dims[-1]}"
         if name == "subset-swag":
             note += f"; SWAG with learning rate {self.recipe.swag_learning_rate}"
         self._write(todo, {job: scores}, cost, note)
+
+    def _note(self, problem: Problem) -> str:
+        """The floating-point type, and what was cut."""
+        note = str(problem.dtype).removeprefix("torch.")
+        if (count := self.recipe.num_curvature_inputs) is not None:
+            note += f"; curvature of {count:,} of {len(problem.dataset.train_inputs):,} training inputs"
+        if self.unscored is not None:
+            scored = len(problem.dataset.test_inputs)
+            note += f"; {scored:,} of {scored + len(self.unscored.inputs):,} test inputs"
+        return note
 
     def _write(self, todo: "_Todo", jobs: dict[Job, dict[int, Scores]], cost: Cost | None, note: str) -> None:
         rows = [row for job, scores in jobs.items() for row in rows_of(job, scores, cost, note)]
@@ -455,10 +492,6 @@ def rows_of(job: Job, scores: dict[int, Scores], cost: Cost | None, note: str) -
         for s, values in scores.items()
         for metric, value in values.items()
     ]
-
-
-def _precision_note(problem: Problem) -> str:
-    return str(problem.dtype).removeprefix("torch.")
 
 
 # Ensemble -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """How posteriors are judged: by their distance to the full one, and by what they predict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from experiments.methods import Problem, outputs_of
+from experiments.scored_sets import TestSet
 from experiments.sweeps import Sweep
 from sublaplace import metrics
 from sublaplace.predictive import probit
@@ -16,33 +16,26 @@ from sublaplace.predictive import probit
 Scores = dict[str, float]
 
 
-@dataclass(frozen=True)
-class TestSet:
-    """Test data under the name that its results have."""
-
-    __test__ = False  # the name is not that of a test class
-
-    name: str
-    inputs: Tensor
-    targets: Tensor
-
-
-def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
-    """For each s how near a posterior is to the full one, on drawn inputs.
+def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor | None) -> dict[int, Scores]:
+    """For each s how near a posterior is to the full one, on drawn inputs, as far as that is known.
 
     Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
-    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
+    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs. Without the
+    reference, the full covariance, `log_trace` alone.
     """
     outputs = outputs_of(problem.network, inputs).double()
     scores: dict[int, Scores] = {}
     for s, covariance in zip(sweep.dims, sweep.joint_covariances(problem.jacobians(inputs)), strict=True):
+        scores[s] = {"log_trace": metrics.log_trace(covariance)}
+        if reference is None:
+            continue
         if problem.noise_std is None:
             p, q = (probit(outputs, c.diagonal().view_as(outputs)) for c in (reference, covariance))
-            scores[s] = {"kl_mean": metrics.kl_categorical(p, q), "kl_sum": metrics.kl_categorical(p, q, "sum")}
+            scores[s]["kl_mean"] = metrics.kl_categorical(p, q)
+            scores[s]["kl_sum"] = metrics.kl_categorical(p, q, "sum")
         else:
             noise = problem.noise_std**2 * torch.eye(len(covariance), dtype=torch.float64)
-            scores[s] = {"kl": metrics.kl_gaussian(reference + noise, covariance + noise)}
-        scores[s]["log_trace"] = metrics.log_trace(covariance)
+            scores[s]["kl"] = metrics.kl_gaussian(reference + noise, covariance + noise)
         scores[s]["relative_error"] = metrics.relative_error(covariance, reference)
     return scores
 

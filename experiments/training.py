@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from experiments.augmentation import AUGMENTATIONS
 from experiments.datasets import Dataset
 from experiments.networks import NETWORKS
 from experiments.recipes import Recipe
+from experiments.resnets import freeze_norms
 
 WEIGHTS = Path(__file__).resolve().parent / "computed" / "weights"
 SECONDS_BETWEEN_CHECKPOINTS = 5.0
@@ -25,26 +27,32 @@ SECONDS_BETWEEN_CHECKPOINTS = 5.0
 def trained_network(recipe: Recipe, dataset: Dataset, seed: int, folder: Path = WEIGHTS) -> nn.Module:
     """θ̂ of a seed in eval mode: from disk if this recipe trained it before, else trained and kept.
 
-    An interrupted training goes on from its last checkpoint and gives the same weights as one that ran through.
+    An interrupted training goes on from its last checkpoint and gives the same weights as one that ran through. A
+    network of no epochs comes trained. Scales and shifts of batch normalisation are fixed, as in the paper.
     """
+    network = initial_network(recipe.network, seed)
+    if not recipe.training.epochs:
+        return freeze_norms(network).eval()
     path = _weights_path(recipe, seed, folder)
     fingerprint = recipe.training_fingerprint()
-    network = initial_network(recipe.network, seed)
     weights = _kept_weights(path, fingerprint)
     if weights is None:
         folder.mkdir(parents=True, exist_ok=True)
         _train(network, recipe, dataset, seed, path.with_suffix(".checkpoint"))
         partial = path.with_suffix(".partial")
-        save_file(network.state_dict(), partial, {"fingerprint": fingerprint})
+        whole = {name: part.contiguous() for name, part in network.state_dict().items()}
+        save_file(whole, partial, {"fingerprint": fingerprint})
         os.replace(partial, path)
         path.with_suffix(".checkpoint").unlink(missing_ok=True)
     else:
         network.load_state_dict(weights)
-    return network.eval()
+    return freeze_norms(network).eval()
 
 
 def is_trained(recipe: Recipe, seed: int, folder: Path = WEIGHTS) -> bool:
-    """Whether `trained_network` would find the weights on disk."""
+    """Whether `trained_network` would have nothing to train."""
+    if not recipe.training.epochs:
+        return True
     return _kept_weights(_weights_path(recipe, seed, folder), recipe.training_fingerprint()) is not None
 
 
@@ -85,7 +93,8 @@ def _train(network: nn.Module, recipe: Recipe, dataset: Dataset, seed: int, chec
     optimizer = torch.optim.Adam(network.parameters(), weight_decay=training.weight_decay)
     steps_an_epoch = -(-len(inputs) // training.batch_size)
     num_steps = training.epochs * steps_an_epoch
-    network.train()
+    memory_format = torch.channels_last if training.channels_last else torch.contiguous_format
+    network.to(memory_format=memory_format).train()  # type: ignore[call-overload]
     start = _resume(checkpoint, recipe.training_fingerprint(), network, optimizer)
     saved_at = time.monotonic()
     progress = tqdm(range(start, training.epochs), f"{recipe.dataset} seed {seed}", training.epochs, initial=start)
@@ -97,7 +106,10 @@ def _train(network: nn.Module, recipe: Recipe, dataset: Dataset, seed: int, chec
             rate = training.learning_rate_at(epoch * steps_an_epoch + index, num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = loss_of(network(inputs[rows]), targets[rows])
+            batch = inputs[rows]
+            if training.augmentation:
+                batch = AUGMENTATIONS[training.augmentation](batch, np.random.default_rng([seed, epoch, index]))
+            loss = loss_of(network(batch.contiguous(memory_format=memory_format)), targets[rows])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), training.gradient_norm)

@@ -21,6 +21,7 @@ from experiments.datasets import Dataset
 from experiments.methods import Problem, drawn, feasible_projection, optimal_projection, reduced_posterior
 from experiments.recipes import RECIPES, Recipe, TrainingRecipe
 from experiments.results import Results, Row
+from experiments.scored_sets import scored_sets
 from experiments.sensitivity import sensitivities
 from experiments.sweeps import SubspaceSweep, capped
 from experiments.training import trained_network
@@ -312,7 +313,7 @@ def test_sensitivity_map_is_kept_in_order(tmp_path: Path) -> None:
     recipe = replace(PLAIN, maps_sensitivity=True)
     network = trained_network(recipe, regression(), 0, tmp_path).double()
     problem = Problem(recipe, regression(), network, 0)
-    run = runs.SeedRun(problem, runs.test_sets(regression(), ()), Results(tmp_path / "results.csv"), tmp_path)
+    run = runs.SeedRun(problem, scored_sets(recipe, regression(), ()), Results(tmp_path / "results.csv"), tmp_path)
     run._facts_of_the_network()
     kept = np.load(tmp_path / "dead_parameters-toy.npz")
     assert kept["sensitivity"].shape == (17922,) and kept["heat_map"].shape == (15, 512)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from experiments.recipes import COMPARED_DIMS
-from experiments.report import beyond, costs, figures, tables
+from experiments.report import beyond, costs, figures, large, tables
 from experiments.report.checks import FEASIBLE, OPTIMUM, divergence_check, trace_checks
 from experiments.report.document import Block, Bullets, Document, Figure, Figures, Paragraph, Section
 from experiments.report.figures import Panel
@@ -21,7 +21,8 @@ from experiments.report.numbers import SMALL_DIM, Measurements, Published, count
 REMARKS = Path(__file__).resolve().parents[1] / "findings.md"
 CORRUPTED = "mnist_c_approximation_quality"
 SHOWN_VIOLATIONS = 20
-FIGURE_2 = ("cifar10", "imagenet10")
+CORRUPTED_COLOUR = "ood_extended"
+TABLE_1 = "eval_uq_extended"
 DRAWN = (*FEASIBLE, "last-layer", OPTIMUM, "full")
 
 
@@ -38,13 +39,17 @@ class _Report:
         self.measurements, self.published, self.folder = measurements, published, folder
         quotes = {d: published.quote("authors_code", d, "largest_s") for d in measurements.datasets}
         self.largest = {dataset: quote.mean for dataset, quote in quotes.items() if quote is not None}
-        fashion = tables.lines_of(published, "eval_uq_extended", "fashionmnist")
         self.compared = [
-            ("FashionMNIST (Table 1)", "eval_uq_extended", fashion),
+            *(
+                (f"{name} (Table 1)", TABLE_1, tables.lines_of(published, TABLE_1, name.lower()))
+                for name in ("FashionMNIST", "CIFAR10", "ImageNet10")
+            ),
             ("MNIST-C, approximation", CORRUPTED, tables.lines_of(published, CORRUPTED)),
             ("MNIST-C, scores", "mnist_c_uq_eval", tables.lines_of(published, "mnist_c_uq_eval")),
+            ("CIFAR10-C (Table 2)", CORRUPTED_COLOUR, tables.lines_of(published, CORRUPTED_COLOUR)),
         ]
-        others = [d for d in measurements.datasets if d not in FIGURE_1 and "/" not in d]
+        others = [d for d in measurements.datasets if d not in (*FIGURE_1, *large.SETS) and "/" not in d]
+        self.large = [d for d in large.SETS if d in measurements.datasets]
         self.clean = [*(d for d in FIGURE_1 if d in measurements.datasets), *others]
 
     def document(self) -> Document:
@@ -52,6 +57,7 @@ class _Report:
             self._findings(),
             self._coverage(),
             self._figure_1(),
+            self._figure_2(),
             self._scores(),
             self._corrupted(),
             self._likelihoods(),
@@ -79,7 +85,7 @@ class _Report:
         blocks: list[Block] = [Paragraph(summary(found, self.measurements)), self._listed(found)]
         blocks.append(Paragraph("How our numbers compare with those of the paper's tables:"))
         blocks.append(Bullets(agreement_sentences(self.measurements, self.published, self.compared)))
-        sentences = [s for d in ("fashionmnist", "mnist") if (s := beside_baselines(self.measurements, d))]
+        sentences = [s for d in ("fashionmnist", "mnist", *self.large) if (s := beside_baselines(self.measurements, d))]
         if sentences:
             blocks += [Paragraph("Beside the baselines that the paper does not have:"), Bullets(sentences)]
         return Section("Findings", blocks)
@@ -126,16 +132,34 @@ class _Report:
             blocks.append(Figures(caption, drawn))
         if missing:
             blocks.append(Paragraph(f"{tables.NOT_RUN.capitalize()}: {', '.join(missing)}."))
-        if not any(dataset in self.clean for dataset in FIGURE_2):
-            blocks.append(Paragraph(f"Figure 2, the log-trace of {' and '.join(FIGURE_2)}: {tables.NOT_RUN}."))
         for dataset in self.clean:
             largest = self.largest.get(dataset, math.inf)
             blocks.append(tables.divergences(self.measurements, dataset, (*FEASIBLE, OPTIMUM), largest))
         blocks.append(tables.ranks(self.measurements, self.published))
         return Section("Figure 1: faithfulness to the full posterior", blocks)
 
+    def _figure_2(self) -> Section:
+        title = "Figure 2: networks without a full posterior"
+        missing = [dataset for dataset in large.SETS[:2] if dataset not in self.large]
+        blocks: list[Block] = []
+        if missing:
+            blocks.append(Paragraph(f"{tables.NOT_RUN.capitalize()}: {', '.join(missing)}."))
+        if not self.large:
+            return Section(title, blocks)
+        panel = [Panel("log_trace", "log-trace")]
+        drawn = [self._curves(dataset, f"figure-2-{dataset}", panel, DRAWN) for dataset in self.large]
+        blocks.append(Figures("The logarithm of the trace against s; the key is that of Figure 1.", drawn))
+        blocks += [large.traces(self.measurements, dataset) for dataset in self.large]
+        text = (
+            "No trace of a full posterior is known here, but it lies between two bounds, and with it the share that a "
+            "subspace captures. The lower limit is certain; the upper one is the trace over that of the largest s."
+        )
+        blocks += [Paragraph(text), large.certified_shares(self.measurements, self.large)]
+        blocks.append(large.facts(self.measurements, self.large))
+        return Section(title, blocks)
+
     def _scores(self) -> Section:
-        table = "eval_uq_extended"
+        table = TABLE_1
         blocks: list[Block] = []
         for dataset in self.published.distinct(table, "dataset"):
             if dataset not in self.measurements.datasets:
@@ -156,14 +180,21 @@ class _Report:
             for metric in self.published.distinct(table, "metric"):
                 caption = f"Corrupted MNIST, s = {lines[0].s}, {tables.title(metric)}"
                 blocks.append(tables.beside_paper(self.measurements, self.published, table, metric, lines, caption))
-        cifar = counted(len(self.published.tables["ood_extended"]), "cell")
+        cells = counted(len(self.published.tables[CORRUPTED_COLOUR]), "cell")
         if not any(dataset.startswith("cifar10-c/") for dataset in self.measurements.datasets):
-            blocks.append(Paragraph(f"Corrupted CIFAR10 (Table 2 and its extension, {cifar}): {tables.NOT_RUN}."))
+            blocks.append(Paragraph(f"Corrupted CIFAR10 (Table 2 and its extension, {cells}): {tables.NOT_RUN}."))
+            return Section("Corrupted data", blocks)
+        for metric in self.published.distinct(CORRUPTED_COLOUR, "metric"):
+            caption = f"Corrupted CIFAR10 (Table 2 and its extension), {tables.title(metric)}"
+            lines = tables.lines_of(self.published, CORRUPTED_COLOUR)
+            beside = tables.beside_paper(self.measurements, self.published, CORRUPTED_COLOUR, metric, lines, caption)
+            blocks.append(beside)
         return Section("Corrupted data", blocks)
 
     def _likelihoods(self) -> Section:
         drawn = [
-            self._curves(dataset, f"nll-{dataset}", [Panel("nll", "NLL")], (*DRAWN, "map")) for dataset in self.clean
+            self._curves(dataset, f"nll-{dataset}", [Panel("nll", "NLL")], (*DRAWN, "map"))
+            for dataset in (*self.clean, *self.large)
         ]
         return Section("NLL against s", [Figures("NLL on the whole test set; the key is that of Figure 1.", drawn)])
 
@@ -173,7 +204,8 @@ class _Report:
             "from the inputs it is judged on: a yardstick, not a method."
         )
         return Section(
-            "Baselines", [Paragraph(text), *(tables.baselines(self.measurements, dataset) for dataset in self.clean)]
+            "Baselines",
+            [Paragraph(text), *(tables.baselines(self.measurements, d) for d in (*self.clean, *self.large))],
         )
 
     def _beyond(self) -> Section:

@@ -62,10 +62,14 @@ def findings(measurements: Measurements, published: Published, largest: dict[str
         _Claims.diagonal_low_rank_beats_diagonal_subset,
         _Claims.subset_diagonal_has_no_trace,
         _Claims.trace_orders_as_divergence,
-        _Claims.fashion_scores,
+        lambda context: context.best_scores("fashionmnist", "FashionMNIST"),
+        lambda context: context.best_scores("cifar10", "CIFAR10"),
+        lambda context: context.best_scores("imagenet10", "ImageNet10"),
+        _Claims.largest_trace_of_large_networks,
         _Claims.regression_likelihoods_agree,
         _Claims.corrupted_approximation,
         _Claims.corrupted_scores,
+        _Claims.corrupted_colour_scores,
         _Claims.full_posterior_is_not_best,
         _Claims.small_dimensions_do_not_suffice,
         _Claims.subsets_need_thousands,
@@ -154,12 +158,12 @@ class _Claims:
 
     # Scores
 
-    def fashion_scores(self) -> Finding:
+    def best_scores(self, dataset: str, name: str) -> Finding:
         cases = []
         for metric in ("nll", "ece", "brier"):
             won, total = 0, 0
             texts: list[str] = []
-            for line in lines_of(self.published, "eval_uq_extended", "fashionmnist"):
+            for line in lines_of(self.published, "eval_uq_extended", dataset):
                 means = self._means(line, PAPER_PROJECTORS, metric) | self._means(line, ["map"], metric)
                 if "lowrank-kfac" in means and len(means) > 1:
                     total += 1
@@ -171,7 +175,21 @@ class _Claims:
             if total:
                 cases.append(Case(won == total, f"{title(metric)} smallest at {won} of {total} s ({', '.join(texts)})"))
         rule = "lowrank-kfac has the smallest score of all projectors and the plain network at every s of the table"
-        return judged("On FashionMNIST lowrank-kfac has the best NLL, ECE and Brier score.", rule, cases)
+        return judged(f"On {name} lowrank-kfac has the best NLL, ECE and Brier score.", rule, cases)
+
+    def largest_trace_of_large_networks(self) -> Finding:
+        cases = []
+        for dataset in self._run(("cifar10", "imagenet10")):
+            won, total = 0, 0
+            for s in self._grid(dataset, "lowrank-kfac", "log_trace"):
+                means = self._means(Line("", dataset, s), PAPER_PROJECTORS, "log_trace")
+                if len(means) > 1:
+                    total += 1
+                    won += max(means, key=lambda m: means[m]) == "lowrank-kfac"
+            if total:
+                cases.append(Case(won == total, f"{dataset} at {won} of {total} s"))
+        rule = "its log-trace is the largest of the paper's projectors at every s"
+        return judged("On CIFAR10 and ImageNet10 lowrank-kfac has the largest trace.", rule, cases, expected=2)
 
     def regression_likelihoods_agree(self) -> Finding:
         cases = []
@@ -207,6 +225,15 @@ class _Claims:
                 cases.append(Case(2 * won > total, text))
         rule = "a low-rank method has the best score on more than half of the corruptions, the plain network included"
         return judged("On corrupted MNIST low-rank methods have the best scores in the majority of cases.", rule, cases)
+
+    def corrupted_colour_scores(self) -> Finding:
+        cases = []
+        for metric in ("nll", "ece", "brier"):
+            won, total, text = self._best_on_corruptions("ood_extended", metric, ["lowrank-kfac"])
+            if total:
+                cases.append(Case(won == total, text))
+        rule = "it has the best score at every s and corruption, the plain network included"
+        return judged("On corrupted CIFAR10 lowrank-kfac has the best scores.", rule, cases)
 
     def full_posterior_is_not_best(self) -> Finding:
         cases = []
@@ -340,7 +367,7 @@ class _Claims:
         won, quoted = (sum(best <= set(methods) for best in found) for found in (ours, paper))
         tied = sum(not best <= set(methods) and not best.isdisjoint(methods) for best in paper)
         ties = f", {tied} more tied as printed" if tied else ""
-        counts = f"{won} of {counted(len(ours), 'corruption')} (paper {quoted} of {len(paper)}{ties})"
+        counts = f"{won} of {counted(len(ours), 'line')} (paper {quoted} of {len(paper)}{ties})"
         return won, len(ours), f"{title(metric)}: {counts}"
 
     def _wins(self, dataset: str, first: Sequence[str], second: Sequence[str]) -> tuple[int, int]:

@@ -62,11 +62,14 @@ class Line:
 
 
 def lines_of(published: Published, table: str, dataset: str | None = None) -> list[Line]:
-    """The lines of a table of scores: one a dimension of one data set, or one a corruption."""
+    """The lines of a table of scores: one a dimension of one data set, or one a corruption and dimension."""
     if dataset is not None:
         return [Line(f"s = {s}", dataset, s) for s in published.dims(table, dataset)]
-    names = published.distinct(table, "dataset")
-    return [Line(name.split("/")[-1].replace("_", " "), name, s) for name in names for s in published.dims(table, name)]
+    lines = []
+    for name in published.distinct(table, "dataset"):
+        label, dims = name.split("/")[-1].replace("_", " "), published.dims(table, name)
+        lines += [Line(label if len(dims) == 1 else f"{label}, s = {s}", name, s) for s in dims]
+    return lines
 
 
 def beside_paper(

@@ -4,7 +4,6 @@ The published arrays were drawn without a seed, so they cannot be had again bit 
 Each corruption is a function of one picture in [0, 1] and a random generator.
 """
 
-import hashlib
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,7 +13,8 @@ from scipy.ndimage import gaussian_filter, gaussian_filter1d
 from skimage.feature import canny
 from skimage.transform import warp
 
-Picture = NDArray[np.float64]
+from experiments.pictures import Picture, eight_bits, keyed_generator, motion_blurred, poisson_noise, salt_and_pepper
+
 Corruption = Callable[[Picture, np.random.Generator], Picture]
 
 SIDE = 28
@@ -32,16 +32,9 @@ def corrupt(name: str, images: NDArray[np.uint8], seed: int) -> NDArray[np.uint8
         )
     corrupted = np.empty_like(images)
     for index, image in enumerate(images):
-        picture = _CORRUPTIONS[name](image / 255, _generator(name, seed, image))
-        # float32 first: 2.9999999999 is a three that rounding spoilt, and truncation would make it a two.
-        corrupted[index] = (np.clip(picture, 0, 1) * 255).astype(np.float32).astype(np.uint8)
+        picture = _CORRUPTIONS[name](image / 255, keyed_generator(f"{name}/{seed}", image))
+        corrupted[index] = eight_bits(picture)
     return corrupted
-
-
-def _generator(name: str, seed: int, image: NDArray[np.uint8]) -> np.random.Generator:
-    """A generator keyed by corruption, seed and pixels, so that a subset of images gives the same pictures."""
-    digest = hashlib.blake2b(f"{name}/{seed}/".encode() + image.tobytes(), digest_size=16).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -49,14 +42,12 @@ def _generator(name: str, seed: int, image: NDArray[np.uint8]) -> np.random.Gene
 
 def shot_noise(x: Picture, rng: np.random.Generator) -> Picture:
     """Poisson(3x) / 3."""
-    return rng.poisson(3 * x) / 3
+    return poisson_noise(x, rng, photons=3)
 
 
 def impulse_noise(x: Picture, rng: np.random.Generator) -> Picture:
     """Each pixel with probability 0.17 replaced by black or white, evenly."""
-    hit = rng.random(x.shape) < 0.17
-    salt = rng.random(x.shape) < 0.5
-    return np.where(hit, salt, x)
+    return salt_and_pepper(x, rng, share=0.17)
 
 
 # --- blur -------------------------------------------------------------------------------------------------------------
@@ -85,22 +76,6 @@ def _vertical_blur(x: Picture) -> Picture:
 def motion_blur(x: Picture, rng: np.random.Generator) -> Picture:
     """Half a Gaussian (radius 10, σ 3) along a line at a random angle within ±45°, as ImageMagick blurs."""
     return motion_blurred(x, radius=10, sigma=3.0, degrees=rng.uniform(-45, 45))
-
-
-def motion_blurred(x: Picture, radius: int, sigma: float, degrees: float) -> Picture:
-    """Σ_i w_i x[r + ⌈i sin φ − ½⌉, c + ⌈i cos φ − ½⌉] over i = 0 … 2·radius, w_i ∝ exp(−i²/2σ²), edges repeated."""
-    steps = np.arange(2 * radius + 1)
-    weights = np.exp(-(steps**2) / (2 * sigma**2))
-    weights /= weights.sum()
-    down = np.ceil(steps * np.sin(np.deg2rad(degrees)) - 0.5).astype(int)
-    right = np.ceil(steps * np.cos(np.deg2rad(degrees)) - 0.5).astype(int)
-    rows, columns = np.indices(x.shape)
-    blurred = np.zeros_like(x)
-    for weight, row_offset, column_offset in zip(weights, down, right, strict=True):
-        inside_rows = np.clip(rows + row_offset, 0, x.shape[0] - 1)
-        inside_columns = np.clip(columns + column_offset, 0, x.shape[1] - 1)
-        blurred += weight * x[inside_rows, inside_columns]
-    return blurred
 
 
 # --- geometry: matrices map (column, row) of the result to the original ----------------------------------------------

@@ -33,9 +33,9 @@ class ReusedConvolutionCNN(nn.Module):
 
 
 def _efficientnet() -> nn.Module:
-    from experiments.efficientnet import efficientnet_lite0
+    from experiments.efficientnet import IMAGENET10_CLASSES, efficientnet_lite0
 
-    return efficientnet_lite0()
+    return efficientnet_lite0([each.index for each in IMAGENET10_CLASSES])
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

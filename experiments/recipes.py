@@ -81,8 +81,8 @@ class Recipe:
 
     @property
     def compared_dims(self) -> list[int]:
-        """`COMPARED_DIMS`; of a large network those that its grid reaches, for want of memory."""
-        return [s for s in COMPARED_DIMS if s <= self.largest_dim or not self.large]
+        """`COMPARED_DIMS`; of a large network no more than its grid has, for want of memory."""
+        return sorted({min(s, self.largest_dim) if self.large else s for s in COMPARED_DIMS})
 
     def training_fingerprint(self) -> str:
         """A digest of all that trained weights depend on, beside the seed."""

@@ -188,7 +188,7 @@ def _kfac_trace_ratios(context: ProjectorContext, survey: Survey, count: int = 1
     if "kfac" not in context.known or inputs is None:
         return {}
     few = select(inputs, slice(0, count))
-    return trace_ratios(context.linearization.jacobian(few, survey.likelihood.cotangents))
+    return trace_ratios(context.linearization.chunks(few, survey.likelihood.cotangents))
 
 
 def _checkpoint(

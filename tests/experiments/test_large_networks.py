@@ -102,9 +102,13 @@ def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, probl
     assert sum(float(weights.sum()) for _, _, weights in problem.loader) == pytest.approx(60)
     clean, corrupted = scored_sets(RECIPE, problem.dataset, [CORRUPTION])
     for test_set in (clean, corrupted):
-        rows = [row for row in rows_of(folder, test_set.name) if (row.projector, row.complement) == ("lowrank-kfac", "")]
+        rows = [
+            row for row in rows_of(folder, test_set.name) if (row.projector, row.complement) == ("lowrank-kfac", "")
+        ]
         (found,) = {row.value for row in rows if (row.s, row.metric) == (16, "nll")}
-        assert metrics.nll(la.predict(test_set.inputs.double()), test_set.targets) == pytest.approx(found, rel=1e-6)
+        assert metrics.nll(la.predict(test_set.inputs.double()).probabilities, test_set.targets) == pytest.approx(
+            found, rel=1e-6
+        )
 
 
 def test_corrupted_pictures_are_some_of_the_scored_ones_at_all_severities(folder: Path) -> None:
@@ -112,7 +116,7 @@ def test_corrupted_pictures_are_some_of_the_scored_ones_at_all_severities(folder
     clean, corrupted = scored_sets(RECIPE, dataset, [CORRUPTION])
     assert len(clean.inputs) == 14 and len(corrupted.inputs) == 5 * 3
     assert torch.equal(corrupted.targets, clean.targets[:3].repeat(5))
-    brightness = corrupted.inputs.view(5, -1).mean(1)
+    brightness = corrupted.inputs.reshape(5, -1).mean(1)
     assert (brightness.diff() > 0).all() and brightness[0] > clean.inputs[:3].mean()
     dims = {row.s for row in rows_of(folder, corrupted.name) if row.projector == "subset-swag"}
     assert dims == {8, 16}

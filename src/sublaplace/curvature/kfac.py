@@ -1,5 +1,6 @@
 """The Kronecker-factored GGN (KFAC)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -157,19 +158,45 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     return BlockPrecision(layout, parts, prior_precision).scaled(stream.scale)
 
 
-def trace_ratios(jacobian: Jacobian) -> dict[str, float]:
-    """The trace of each weight's Kronecker-factored block over that of the exact one, on this batch alone.
+@dataclass
+class _Traces:
+    """What the traces of one weight's block are made of: of Σ a aᵀ and Σ g gᵀ a group, and of the exact block."""
+
+    inputs: Tensor  # (G,)
+    gradients: Tensor  # (G,)
+    terms: float
+    exact: float
+
+    @classmethod
+    def of(cls, block: OuterBlock | EmbeddingBlock) -> "_Traces":
+        moment = block.input_moment()
+        inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
+        gradients = block.gradient_moment().diagonal(dim1=1, dim2=2).sum(-1)
+        return cls(inputs, gradients, block.num_terms(), float(block.rows().square().sum()))
+
+    def __add__(self, other: "_Traces") -> "_Traces":
+        return _Traces(
+            self.inputs + other.inputs,
+            self.gradients + other.gradients,
+            self.terms + other.terms,
+            self.exact + other.exact,
+        )
+
+
+def trace_ratios(jacobians: Iterable[Jacobian]) -> dict[str, float]:
+    """The trace of each weight's Kronecker-factored block over that of the exact one, on these inputs alone.
 
     The factored trace may be far from the exact one where positions are dependent, as in convolutions. Weights without
-    gradients are left out. Cost: the rows of the batch.
+    gradients are left out. Cost: the rows of the inputs, chunk by chunk.
     """
-    ratios = {}
-    for name, block in jacobian.blocks.items():
-        if isinstance(block, OuterBlock | EmbeddingBlock):
-            moment = block.input_moment()
-            inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
-            gradients = block.gradient_moment().diagonal(dim1=1, dim2=2).sum(-1)
-            exact = float(block.rows().square().sum())
-            if exact > 0:
-                ratios[name] = float((inputs * gradients).sum()) / block.num_terms() / exact
-    return ratios
+    sums: dict[str, _Traces] = {}
+    for jacobian in jacobians:
+        for name, block in jacobian.blocks.items():
+            if isinstance(block, OuterBlock | EmbeddingBlock):
+                traces = _Traces.of(block)
+                sums[name] = sums[name] + traces if name in sums else traces
+    return {
+        name: float((traces.inputs * traces.gradients).sum()) / traces.terms / traces.exact
+        for name, traces in sums.items()
+        if traces.exact > 0
+    }

@@ -131,12 +131,12 @@ class Linearization:
         for k in range(max(1, run.num_rows)):
             yield self._rows(run, range(k, min(k + 1, run.num_rows)))
 
-    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
-        """The Jacobians of parts of a large batch with respect to all outputs, each within the memory budget."""
+    def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
+        """The Jacobians of parts of a large batch (of all outputs, or `cotangents`), each within the memory budget."""
         self.look_at(inputs)
         step = self.chunk_size(inputs)
         for start in range(0, num_inputs(inputs), step):
-            yield self.jacobian(select(inputs, slice(start, start + step)))
+            yield self.jacobian(select(inputs, slice(start, start + step)), cotangents)
 
     def look_at(self, inputs: Any) -> None:
         """Finds out how much memory inputs of this shape need, by a forward pass of three of them."""

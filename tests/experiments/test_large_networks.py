@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import networks, runs
+from experiments import networks, runs, training
 from experiments.colour_images import CIFAR10_MEAN, CIFAR10_STD, pixels_of, scaled
 from experiments.datasets import Dataset
 from experiments.methods import Problem
@@ -157,6 +157,34 @@ def test_only_sets_with_corruptions_have_them() -> None:
     assert len(corruptions_of(RECIPES["cifar10"])) == 7
     assert len(corruptions_of(RECIPES["mnist"])) == 15
     assert corruptions_of(RECIPES["imagenet10"]) == ()
+
+
+# Training
+
+
+def test_an_interrupted_training_with_changed_pictures_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(networks.NETWORKS, "small", small)
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", -1.0)
+    expected = trained_network(RECIPE, pictures(), 0, tmp_path / "through").state_dict()
+    real_loss, calls = nn.functional.cross_entropy, []
+
+    def interrupted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 10:  # in the third epoch of four batches each
+            raise KeyboardInterrupt
+        return real_loss(outputs, targets)
+
+    monkeypatch.setattr(training.F, "cross_entropy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained_network(RECIPE, pictures(), 0, tmp_path / "stopped")
+    found = trained_network(RECIPE, pictures(), 0, tmp_path / "stopped").state_dict()
+    assert len(calls) == 10 + 4
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    plain = replace(RECIPE, training=replace(RECIPE.training, augmentation=""))
+    other = trained_network(plain, pictures(), 0, tmp_path / "plain").state_dict()
+    assert not torch.equal(other["0.weight"], expected["0.weight"])
 
 
 # Networks that come trained

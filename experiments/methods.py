@@ -93,16 +93,12 @@ class Problem:
         return next(self.network.parameters()).dtype
 
     @cached_property
-    def outputs(self) -> Tensor:
-        """f of the training inputs, (N, C)."""
-        return outputs_of(self.network, self.dataset.train_inputs)
-
-    @cached_property
     def noise_std(self) -> float | None:
         """σ: the standard deviation of the training residuals, pooled over the outputs; None for classification."""
         if self.dataset.likelihood == "classification":
             return None
-        return float((self.dataset.train_targets.double() - self.outputs.double()).std(correction=0))
+        outputs = outputs_of(self.network, self.dataset.train_inputs)
+        return float((self.dataset.train_targets.double() - outputs.double()).std(correction=0))
 
     @cached_property
     def linearization(self) -> Linearization:
@@ -118,7 +114,7 @@ class Problem:
             stream=CurvatureStream(self.linearization, self.loader, likelihood, DIRECTION_TOLERANCE),
             subspace_jacobians=self.jacobians(self.dataset.train_inputs[chosen]),
             num_data=total,
-            num_outputs=self.outputs.shape[1],
+            num_outputs=outputs_of(self.network, self.dataset.train_inputs[:1]).shape[1],
             dim=self.recipe.largest_dim,
             prior_precision=self.recipe.prior_precision,
             seed=self.seed,

@@ -385,7 +385,7 @@ class SeedRun:
                 approximation = self._approximation(test_set, self.problem, sweep)
                 scores = {s: approximation[s] | predictive[name][s] for s in sweep.dims}
                 job = self._job(test_set.name, name)
-                self._write(todo, {job: scores}, costs[name], self._note(self.problem))
+                self._write(todo, {job: scores}, costs[name], self._note(self.problem, corrupted=True))
 
     # Scores and rows
 
@@ -431,12 +431,14 @@ class SeedRun:
             note += f"; SWAG with learning rate {self.recipe.swag_learning_rate}"
         self._write(todo, {job: scores}, cost, note)
 
-    def _note(self, problem: Problem) -> str:
+    def _note(self, problem: Problem, corrupted: bool = False) -> str:
         """The floating-point type, and what was cut."""
         note = str(problem.dtype).removeprefix("torch.")
         if (count := self.recipe.num_curvature_inputs) is not None:
             note += f"; curvature of {count:,} of {len(problem.dataset.train_inputs):,} training inputs"
-        if self.unscored is not None:
+        if corrupted and (count := self.recipe.num_corrupted) is not None:
+            note += f"; {count:,} pictures a severity"
+        elif self.unscored is not None:
             scored = len(problem.dataset.test_inputs)
             note += f"; {scored:,} of {scored + len(self.unscored.inputs):,} test inputs"
         return note

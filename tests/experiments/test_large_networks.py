@@ -86,6 +86,8 @@ def test_nothing_needs_the_exact_curvature(folder: Path) -> None:
 def test_what_was_cut_is_noted(folder: Path) -> None:
     (note,) = {row.note for row in rows_of(folder) if row.projector == "subset-magnitude"}
     assert note == "float64; curvature of 24 of 60 training inputs; 14 of 20 test inputs"
+    (note,) = {row.note for row in rows_of(folder, f"cifar10-c/{CORRUPTION}") if row.projector == "map"}
+    assert note == "float64; curvature of 24 of 60 training inputs; 3 pictures a severity"
     (note,) = {row.note for row in rows_of(folder) if row.projector == "temperature"}
     assert note == "temperature fitted on 6 other test inputs"
 

@@ -30,6 +30,7 @@ from sublaplace import (
     low_rank,
 )
 from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
+from sublaplace.parameters import Vectors
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
@@ -204,16 +205,27 @@ class ShuffledBatches:
             yield self.inputs[rows], self.targets[rows]
 
 
-def reduced_posterior(problem: Problem, projection: Projection) -> SubspacePosterior:
-    """The posterior in the subspace, with the exact GGN: one pass over the training data."""
+def reduced_posterior(problem: Problem, projection: Projection, exact: Exact | None = None) -> SubspacePosterior:
+    """The posterior in the subspace, with the exact GGN: one pass over the training data, or that GGN itself."""
     context = problem.context
+    if isinstance(exact, DensePrecision) and isinstance(projection, Basis):
+        curvatures, _ = _from_dense_ggn(exact, projection)
+    else:
+        curvatures = reduced_ggn(context.stream, projection)
     return SubspacePosterior(
         projection,
-        reduced_ggn(context.stream, projection),
+        curvatures,
         projection.gram(),
         context.stream.likelihood.curvature_scales,
         context.prior_precision,
     )
+
+
+def _from_dense_ggn(exact: DensePrecision, projection: Basis) -> tuple[Tensor, Vectors]:
+    """What `reduced_ggn_and_product` gives, from the p × p GGN, at s·p² instead of a pass over the data."""
+    flat = exact.layout.flatten(projection.vectors)
+    product = flat.double() @ exact.ggn / exact.scale
+    return (flat.double() @ product.T)[None], exact.layout.unflatten(product.to(flat.dtype))
 
 
 def complemented_projection(problem: Problem, method: Complemented, dim: int, exact: Exact | None) -> Projection:
@@ -240,8 +252,11 @@ def _inputs_and_held_back(problem: Problem, method: Complemented) -> tuple[Tenso
 def complemented_posteriors(
     problem: Problem, method: Complemented, projection: Projection, dims: Sequence[int], exact: Exact | None
 ) -> dict[int, ComplementedPosterior]:
-    """For each s the posterior that is exact in s dimensions and KFAC outside: two passes over the training data."""
-    posterior = _complemented(problem, projection)
+    """For each s the posterior that is exact in s dimensions and KFAC outside.
+
+    Two passes over the training data; with the p × p GGN only that of KFAC, once for all methods.
+    """
+    posterior = _complemented(problem, projection, exact)
     posteriors = {s: posterior.truncated(s) for s in capped(list(dims), posterior.dim)}
     _, held_back = _inputs_and_held_back(problem, method)
     if held_back is None:
@@ -254,11 +269,14 @@ def complemented_posteriors(
     return {s: posterior for s, posterior in fitted.items() if isinstance(posterior, ComplementedPosterior)}
 
 
-def _complemented(problem: Problem, projection: Projection) -> ComplementedPosterior:
-    context = replace(problem.context, known={})
+def _complemented(problem: Problem, projection: Projection, exact: Exact | None) -> ComplementedPosterior:
+    context = problem.context if exact is not None else replace(problem.context, known={})
     if isinstance(projection, Basis):
         projection = replace(projection, vectors={n: part.to(problem.dtype) for n, part in projection.vectors.items()})
-    curvatures, product = reduced_ggn_and_product(context.stream, projection)
+    if isinstance(exact, DensePrecision) and isinstance(projection, Basis):
+        curvatures, product = _from_dense_ggn(exact, projection)
+    else:
+        curvatures, product = reduced_ggn_and_product(context.stream, projection)
     scales = context.stream.likelihood.curvature_scales
     inside = SubspacePosterior(projection, curvatures, projection.gram(), scales, context.prior_precision)
     scaled = {name: part * context.stream.scale for name, part in product.items()}

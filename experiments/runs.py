@@ -196,9 +196,8 @@ class SeedRun:
         """P from the exact GGN and the given inputs; its cost includes that of the exact GGN."""
         dims = self.recipe.dims(name)
         projection, cost = measured(lambda: optimal_projection(exact, jacobians, max(dims)))
-        posterior, fit = measured(lambda: reduced_posterior(problem, projection))
-        sweep = _sweep_of(name, posterior, dims)
-        self._finish(todo, self._job(test_set.name, name), test_set, problem, sweep, cost_of_exact.then(cost), fit)
+        sweep = _sweep_of(name, reduced_posterior(problem, projection, exact), dims)
+        self._finish(todo, self._job(test_set.name, name), test_set, problem, sweep, cost_of_exact.then(cost))
 
     def _complemented_left(self, todo: "_Todo", needs_exact: bool) -> list[Complemented]:
         methods = [method for method in COMPLEMENTED if method.needs_exact == needs_exact]
@@ -221,7 +220,8 @@ class SeedRun:
         cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
         weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
         job = self._complemented_job(method)
-        self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit, of_dims=weights)
+        fit_of_pass = fit if exact is None else None  # else the GGN is there, and no pass shows its cost
+        self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit_of_pass, of_dims=weights)
 
     def _reference_path(self, test_set: TestSet) -> Path:
         return self.computed / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"

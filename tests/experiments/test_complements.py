@@ -8,16 +8,25 @@ from typing import Any, cast
 import pytest
 import torch
 from test_runs import IMAGES, PLAIN, pictures, regression
+from torch import nn
 from torch.distributions import Normal
 
 from experiments import runs
-from experiments.methods import COMPLEMENTED, Complemented, Problem
+from experiments.methods import (
+    COMPLEMENTED,
+    Complemented,
+    Problem,
+    complemented_posteriors,
+    feasible_projection,
+    reduced_posterior,
+)
 from experiments.results import Job, Results
 from experiments.runs import SeedRun
-from experiments.scores import TestSet, own_prior_scores
+from experiments.scored_sets import TestSet
+from experiments.scores import own_prior_scores
 from experiments.sweeps import Sweep
 from experiments.training import trained_network
-from sublaplace import SubspaceLaplace, metrics
+from sublaplace import DensePrecision, SubspaceLaplace, metrics
 from sublaplace.subspace_inputs import perturbed
 
 
@@ -92,6 +101,28 @@ def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Pat
     assert prediction.total is not None
     expected = metrics.nll(prediction.mean, data.test_targets, prediction.total)
     assert found["nll"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_the_dense_curvature_stands_for_passes_over_the_data(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "regression":
+        recipe, data, network = PLAIN, regression(), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+    else:
+        network = nn.Sequential(nn.AvgPool2d(7), nn.Flatten(), nn.Linear(16, 10))
+        recipe, data = IMAGES, pictures()
+    problem = Problem(recipe, data, network, 0).to(torch.float64)
+    exact = problem.context.exact()
+    assert isinstance(exact, DensePrecision)
+    projection = feasible_projection("lowrank-kfac", problem, 12)
+    by_pass, by_matrix = (reduced_posterior(problem, projection, known) for known in (None, exact))
+    torch.testing.assert_close(by_matrix.curvature, by_pass.curvature, rtol=1e-10, atol=1e-10)
+    jacobian = next(iter(problem.jacobians(data.test_inputs)))
+    by_passes, by_matrix = (
+        complemented_posteriors(problem, COMPLEMENTED[0], projection, [5, 12], known)[5].covariance(jacobian)
+        for known in (None, exact)
+    )
+    torch.testing.assert_close(by_matrix, by_passes, rtol=1e-9, atol=1e-12)
 
 
 def test_classification_has_every_candidate(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from test_curvature import PRIOR, stream
 from test_laplace import labels, loader
 from torch import nn
 
-from sublaplace import Jacobians, SubspaceLaplace
+from sublaplace import Jacobians, Linearization, SubspaceLaplace
 from sublaplace.curvature import exact_ggn, kronecker_ggn
 from sublaplace.joint import factored_joint_covariance
 from sublaplace.likelihoods import Categorical, Gaussian
@@ -73,6 +73,21 @@ def test_joint_covariance_from_factors_names_the_parameter_that_is_not_finite():
     kfac = kronecker_ggn(source, PRIOR)
     with pytest.raises(ValueError, match=r"'inner.*NaN or infinity"):
         factored_joint_covariance(kfac.parts, PRIOR, Jacobians(source.linearization, torch.cat([inputs, -1 - inputs])))
+
+
+def test_a_first_look_needs_no_more_rows_for_more_outputs(monkeypatch):
+    torch.manual_seed(0)
+    linearization = Linearization(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 300)).double())
+    rows, real = [], Linearization.jacobian
+
+    def spy(self, inputs, cotangents=None):
+        found = real(self, inputs, cotangents)
+        rows.append(found.num_rows)
+        return found
+
+    monkeypatch.setattr(Linearization, "jacobian", spy)
+    linearization.look_at(torch.randn(4, 5, dtype=torch.float64))
+    assert rows == [2]
 
 
 # Directions without the covariance ------------------------------------------------------------------------------------

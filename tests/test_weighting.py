@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_reference import dense_jacobian
+from dense_reference import dense_jacobian, dense_outputs
 from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
 from sublaplace import Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics, weighting
 from sublaplace.curvature import CurvatureStream
 from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace.predictive import probit
 
 
 def weighted_outside(problem, complement, weight, prior=PRIOR):
@@ -54,10 +55,16 @@ def test_without_a_subspace_the_whole_posterior_is_weighted():
 
 def divergences(problem, la, inputs, rest=None):
     """Summed KL of some inputs for every weight, with dense matrices; `rest`: of the data without the only input."""
-    J = dense_jacobian(problem.model, inputs)
-    (variance,) = la._settings.likelihood.noise_variances
+    J, outputs = dense_jacobian(problem.model, inputs), dense_outputs(problem.model, inputs)
+    likelihood = la._settings.likelihood
     C = len(J) // num_inputs(inputs)
-    noise = variance * torch.eye(C).double()
+
+    def divergence(exact, covariance, f):
+        if isinstance(likelihood, Gaussian):
+            noise = likelihood.noise_std**2 * torch.eye(C).double()
+            return metrics.kl_gaussian(exact + noise, covariance + noise)
+        return metrics.kl_categorical(*(probit(f[None], c.diagonal()[None]) for c in (exact, covariance)), "sum")
+
     precise = problem if rest is None else rest
     exact = J @ torch.linalg.solve(precise.precision, J.T)
     found = {}
@@ -65,7 +72,7 @@ def divergences(problem, la, inputs, rest=None):
         outside = weighted_outside(problem, "kfac", weight)
         covariance = J @ (dense_complemented(precise, la.projection, outside) if la.dim else outside) @ J.T
         blocks = [slice(i, i + C) for i in range(0, len(J), C)]
-        found[weight] = sum(metrics.kl_gaussian(exact[b, b] + noise, covariance[b, b] + noise) for b in blocks)
+        found[weight] = sum(divergence(exact[b, b], covariance[b, b], f) for b, f in zip(blocks, outputs, strict=True))
     return found
 
 

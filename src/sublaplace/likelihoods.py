@@ -19,7 +19,6 @@ from sublaplace.predictive import (
     Prediction,
     mean_sigmoid,
     mean_softmax,
-    probit,
     probit_interval,
     sigmoid_interval,
 )
@@ -61,6 +60,9 @@ class Likelihood(Protocol):
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         """ln p(y|x, D) for every input, with outputs of this covariance (n, C, C): (n,), in float64."""
 
+    def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
+        """KL(p(y|x, Σ) ‖ p(y|x, Σ′)) of the predictives under two covariances (n, C, C), an input: (n,), in float64."""
+
     def prediction(
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
     ) -> Prediction:
@@ -71,6 +73,11 @@ class Likelihood(Protocol):
 
     def training_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The usual loss that networks are trained with, for every input (n,); it does not depend on σ."""
+
+
+def _probit_logits(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """f / √(1 + π/8 · diag Σ), in float64: (n, C)."""
+    return outputs.double() / (1 + pi / 8 * covariance.double().diagonal(dim1=1, dim2=2)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,12 @@ class Gaussian:
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         total = covariance.double() + self.variances(outputs).diag()
         return MultivariateNormal(outputs.double(), total, validate_args=False).log_prob(targets.double())
+
+    def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
+        noise = torch.diag(self.variances(outputs))
+        ratio = torch.linalg.solve(other.double() + noise, covariance.double() + noise)
+        trace = ratio.diagonal(dim1=1, dim2=2).sum(1)
+        return (trace - outputs.shape[1] - torch.linalg.slogdet(ratio).logabsdet) / 2
 
     def prediction(
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
@@ -284,8 +297,12 @@ class Categorical:
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         """By the probit approximation."""
-        probabilities = probit(outputs.double(), covariance.double().diagonal(dim1=1, dim2=2))
-        return self._picked(probabilities.log(), targets)
+        return self._picked(_probit_logits(outputs, covariance).log_softmax(1), targets)
+
+    def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
+        """By the probit approximation."""
+        p, q = (_probit_logits(outputs, each).log_softmax(1) for each in (covariance, other))
+        return (p.exp() * (p - q)).sum(1)
 
     def prediction(
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator
@@ -359,8 +376,16 @@ class Bernoulli:
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         """By the probit approximation, each output on its own."""
-        variance = covariance.double().diagonal(dim1=1, dim2=2)
-        return self._log_probabilities(outputs.double() / (1 + pi / 8 * variance).sqrt(), targets).sum(1)
+        return self._log_probabilities(_probit_logits(outputs, covariance), targets).sum(1)
+
+    def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
+        """By the probit approximation, each output on its own."""
+        p, q = (_probit_logits(outputs, each) for each in (covariance, other))
+        yes, no = (
+            p.sigmoid() * (F.logsigmoid(p) - F.logsigmoid(q)),
+            (-p).sigmoid() * (F.logsigmoid(-p) - F.logsigmoid(-q)),
+        )
+        return (yes + no).sum(1)
 
     def prediction(
         self, outputs: Tensor, covariance: Tensor, link: str, samples: int, generator: torch.Generator

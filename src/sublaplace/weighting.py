@@ -41,11 +41,13 @@ def with_fitted_weight(
 def nearest(
     posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: Likelihood, in_the_data: bool
 ) -> Weighted:
-    r"""The posterior with the weight at which Σ_i KL(N(0, Σ_i + R) ‖ N(0, Σ̃_i + R)) of these inputs is least.
+    r"""The posterior with the weight at which the divergence of the predictives, Σ_i KL(p_i ‖ p̃_i), is least.
 
-    `exact` are the Σ_i (n, C, C), R is the noise of the outputs. A posterior knows the inputs of its own training data
-    better than new ones. So where the given inputs are `in_the_data`, each is judged as if it had not been seen: taking
-    it out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
+    p_i is what is predicted with Σ_i, one of `exact` (n, C, C), p̃_i with the posterior's covariance: for regression
+    N(f, Σ + σ²), for classification the probabilities by the probit link. (The Gaussians of the logits would weigh all
+    directions alike, also those that hardly move a probability.) A posterior knows the inputs of its own training data
+    better than new ones. So where the given inputs are `in_the_data`, each is judged as if it had not been seen:
+    taking it out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
 
         Σ′ = (I − ΣH)⁻¹ Σ,    Σ̃′ = G Σ_P + G (J_c Ψ_K J_cᵀ) Gᵀ  with G = (I − Σ_P H)⁻¹,
 
@@ -58,7 +60,6 @@ def nearest(
         covariance = exact[start : start + jacobian.num_inputs]
         start += jacobian.num_inputs
         identity = torch.eye(covariance.shape[1], dtype=torch.float64, device=covariance.device)
-        noise = torch.tensor(likelihood.noise_variances, dtype=torch.float64, device=covariance.device) * identity
         H = _hessians(jacobian, likelihood) if in_the_data else torch.zeros_like(covariance)
         unseen = torch.linalg.solve(identity - covariance @ H, covariance)
         if isinstance(posterior, ComplementedPosterior):
@@ -70,7 +71,7 @@ def nearest(
         grown = torch.linalg.inv(identity - inside @ H)
         for index, outside in enumerate(outsides):
             approximation = grown @ inside + grown @ outside @ grown.transpose(1, 2)
-            divergences[index] += _divergence(unseen + noise, approximation + noise)
+            divergences[index] += likelihood.predictive_divergences(jacobian.outputs, unseen, approximation).sum().cpu()
         del jacobian  # or it would stand in memory beside the next one
     return posterior.reweighted(WEIGHTS[int(divergences.argmin())])
 
@@ -80,13 +81,6 @@ def _hessians(jacobian: Jacobian, likelihood: Likelihood) -> Tensor:
     roots = likelihood.cotangents(jacobian.outputs).double()
     scales = torch.tensor(likelihood.curvature_scales, dtype=torch.float64, device=roots.device)
     return roots.transpose(1, 2) @ (scales[:, None] * roots)
-
-
-def _divergence(p: Tensor, q: Tensor) -> float:
-    """Σ KL(N(0, p_i) ‖ N(0, q_i)) of covariances (n, C, C)."""
-    ratio = torch.linalg.solve(q, p)
-    trace = ratio.diagonal(dim1=1, dim2=2).sum(1)
-    return float((trace - p.shape[1] - torch.linalg.slogdet(ratio).logabsdet).sum() / 2)
 
 
 def _diagonal_blocks(joint: Tensor, count: int) -> Tensor:

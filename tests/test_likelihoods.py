@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from dense_reference import softmax_hessians
+from torch.distributions import MultivariateNormal, kl_divergence
 
-from sublaplace.likelihoods import Categorical, Gaussian, significant
+from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, significant
+from sublaplace.predictive import probit
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -146,3 +148,40 @@ def test_many_equal_inputs_are_not_all_dropped():
     cotangents = Categorical().cotangents(torch.cat([logits(3, n=2), torch.tensor([[9.0, 0.0, -9.0]]).repeat(500, 1)]))
     for tolerance in (1e-4, 1e-3, 1e-2):
         assert dropped_share(cotangents, significant(cotangents, tolerance)) <= tolerance
+
+
+# Divergences of predictives -------------------------------------------------------------------------------------------
+
+
+def covariances(n, C, seed):
+    root = torch.randn(n, C, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return root @ root.transpose(1, 2)
+
+
+@pytest.mark.parametrize("noise", [0.3, (0.3, 0.5, 2.0)])
+def test_divergences_of_regression_are_those_of_gaussians_with_noise(noise):
+    outputs, one, other = logits(3), covariances(6, 3, 1), covariances(6, 3, 2)
+    added = torch.diag(torch.tensor([noise] * 3 if isinstance(noise, float) else noise).double().square())
+    p, q = (MultivariateNormal(outputs, each + added) for each in (one, other))
+    found = Gaussian(noise).predictive_divergences(outputs, one, other)
+    torch.testing.assert_close(found, kl_divergence(p, q))
+
+
+def test_divergences_of_classification_are_those_of_probit_probabilities():
+    outputs, one, other = logits(4), covariances(6, 4, 1), covariances(6, 4, 2)
+    p, q = (torch.distributions.Categorical(probit(outputs, each.diagonal(dim1=1, dim2=2))) for each in (one, other))
+    torch.testing.assert_close(Categorical().predictive_divergences(outputs, one, other), kl_divergence(p, q))
+
+
+def test_divergences_of_yes_and_no_are_summed_over_the_outputs():
+    outputs, one, other = logits(2), covariances(6, 2, 1), covariances(6, 2, 2)
+    scaled = (outputs / (1 + math.pi / 8 * each.diagonal(dim1=1, dim2=2)).sqrt() for each in (one, other))
+    p, q = (torch.distributions.Bernoulli(logits=each) for each in scaled)
+    found = Bernoulli().predictive_divergences(outputs, one, other)
+    torch.testing.assert_close(found, kl_divergence(p, q).sum(1))
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(0.5), Categorical(), Bernoulli()])
+def test_a_predictive_does_not_diverge_from_itself(likelihood):
+    outputs, covariance = logits(3, scale=30.0), covariances(6, 3, 1)
+    assert likelihood.predictive_divergences(outputs, covariance, covariance).abs().max() < 1e-12

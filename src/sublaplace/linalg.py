@@ -38,15 +38,24 @@ def symmetric_product(factor: Tensor) -> Tensor:
     if size <= _SMALLEST_STRIP:
         return factor @ factor.mT
     result = factor.new_empty(*factor.shape[:-1], size)
-    step = max(_SMALLEST_STRIP, -(-size // 8))
-    for start in range(0, size, step):
-        strip = factor[..., start:, :] @ factor[..., start : start + step, :].mT
-        result[..., start:, start : start + step] = strip
-        result[..., start : start + step, start:] = strip.mT
-    return result
+    for start, stop in _strips(size):
+        result[..., start:, start:stop] = factor[..., start:, :] @ factor[..., start:stop, :].mT
+    return _mirrored(result)
 
 
 _SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
+
+
+def _strips(size: int) -> list[tuple[int, int]]:
+    step = max(_SMALLEST_STRIP, -(-size // 8))
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _mirrored(matrix: Tensor) -> Tensor:
+    """The lower strips of a symmetric matrix (…, r, r), copied to where the upper ones belong."""
+    for start, stop in _strips(matrix.shape[-1]):
+        matrix[..., start:stop, stop:] = matrix[..., stop:, start:stop].mT
+    return matrix
 
 
 def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
@@ -55,20 +64,22 @@ def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
     Cost: p·r²/2, with a factor p·r².
     """
     count = len(next(iter(vectors.values())))
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros(count, count, dtype=torch.float64)
     for part in vectors.values():
+        total = total.to(part.device)
         # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
         for piece in part.split(_columns_of_piece(count), dim=1):
             exact = piece.double()
             if factor is not None:
                 exact = torch.linalg.solve_triangular(factor, exact, upper=False)
-            total = symmetric_product(exact) + total.to(piece.device)
-    return total
+            for start, stop in _strips(count):
+                total[start:, start:stop].addmm_(exact[start:], exact[start:stop].T)
+    return _mirrored(total)
 
 
 def _columns_of_piece(rows: int) -> int:
-    """How many columns to convert to float64 at a time: 16 MiB of them."""
-    return max(1, 2**21 // rows)
+    """How many columns to convert to float64 at a time: 16 MiB of them, and more where r × r matrices are large."""
+    return max(2**21 // rows, rows // 2, 1)
 
 
 def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
@@ -85,17 +96,25 @@ def orthonormalise(vectors: Vectors) -> Vectors:
     """Makes the vectors (rows) orthonormal, in their own memory; every leading part spans what it spanned before.
 
     Cholesky QR, three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that it
-    cannot break down. Vectors are scaled to length one first. Cost: 3·p·s², and no second p × s matrix.
+    cannot break down. Vectors are scaled to length one first. Cost: 3·p·s² (of multiplications), and no second p × s
+    matrix.
     """
     lengths = gram_diagonal(vectors).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 1.0)
-    combine(torch.diag(scale), vectors)
+    for part in vectors.values():
+        part.mul_(scale.to(part)[:, None])
     for shift in (len(scale) * torch.finfo(torch.float64).eps, 0.0, 0.0):
         products = gram(vectors)
         products.diagonal().add_(shift)
-        factor = cholesky(products, "The Gram matrix of the projection")
-        combine(torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False), vectors)
+        _solve(cholesky(products, "The Gram matrix of the projection"), vectors)
     return vectors
+
+
+def _solve(factor: Tensor, vectors: Vectors) -> None:
+    """V ← L⁻¹ V for a lower triangular L (r, r), in the memory of the vectors. Cost: p·r²/2."""
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            piece.copy_(torch.linalg.solve_triangular(factor, piece.double(), upper=False))
 
 
 def gram_diagonal(vectors: Vectors) -> Tensor:

@@ -56,35 +56,46 @@ def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Swe
     return scores
 
 
+TUNED_OUTPUTS = 5000  # of a half of the test set, on which λ is chosen
+
+
 def own_prior_scores(
     problem: Problem, test_set: TestSet, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
 ) -> dict[int, Scores]:
     """For each s how well the test set is predicted by the posterior with its own λ, P as it is.
 
-    λ is the one of `priors` with the best NLL on one half of the test set, the scores are those of the other half, and
-    both halves take both parts: `own_nll` and so on are the means, `own_prior_precision` the geometric mean.
+    λ is the one of `priors` with the best NLL on one half of the test set (on the first `TUNED_OUTPUTS` of its
+    outputs), the scores are those of the other half, and both halves take both parts: `own_nll` and so on are the
+    means, `own_prior_precision` the geometric mean.
     """
+    halves = [torch.arange(half, len(test_set.inputs), 2) for half in (0, 1)]
+    most = TUNED_OUTPUTS // outputs_of(problem.network, test_set.inputs[:1]).shape[1]
+    scores_on = [_scores_under(problem, test_set, half[:most], sweep, dims, priors) for half in halves]
+    found: dict[int, Scores] = {}
+    for s in dims:
+        chosen = [min(priors, key=lambda prior: on[s, prior]["nll"]) for on in scores_on]
+        own = [
+            _scores_under(problem, test_set, other, sweep, [s], [prior])[s, prior]
+            for prior, other in zip(chosen, reversed(halves), strict=True)
+        ]
+        found[s] = {f"own_{name}": (own[0][name] + own[1][name]) / 2 for name in own[0]}
+        found[s]["own_prior_precision"] = float(np.sqrt(chosen[0] * chosen[1]))
+    return found
+
+
+def _scores_under(
+    problem: Problem, test_set: TestSet, rows: Tensor, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
+) -> dict[tuple[int, float], Scores]:
+    """For each s and λ how well some of the test inputs are predicted."""
     outputs: list[Tensor] = []
     parts: dict[tuple[int, float], list[Tensor]] = {(s, prior): [] for s in dims for prior in priors}
     covariances_under_priors = sweep.under(priors, dims)
-    for jacobian in problem.jacobians(test_set.inputs):
+    for jacobian in problem.jacobians(test_set.inputs[rows]):
         outputs.append(jacobian.outputs.double())
         for key, covariance in covariances_under_priors(jacobian):
             parts[key].append(covariance)
-    mean = torch.cat(outputs)
-    found: dict[int, Scores] = {}
-    for s in dims:
-        halves: list[list[Scores]] = [[], []]
-        for prior in priors:
-            covariance = torch.cat(parts[s, prior])
-            for half, scores in enumerate(halves):
-                rows = slice(half, None, 2)
-                scores.append(_scores(problem, mean[rows], covariance[rows], test_set.targets[rows]))
-        chosen = [int(np.argmin([scores["nll"] for scores in half])) for half in halves]
-        own = [halves[1][chosen[0]], halves[0][chosen[1]]]
-        found[s] = {f"own_{name}": (own[0][name] + own[1][name]) / 2 for name in own[0]}
-        found[s]["own_prior_precision"] = float(np.sqrt(priors[chosen[0]] * priors[chosen[1]]))
-    return found
+    mean, targets = torch.cat(outputs), test_set.targets[rows]
+    return {key: _scores(problem, mean, torch.cat(part), targets) for key, part in parts.items()}
 
 
 def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor) -> Scores:

@@ -216,7 +216,8 @@ class _Report:
         text = (
             "The posterior is exact in the subspace and KFAC outside of it; 'fitted kfac' has the weight of KFAC's "
             "curvature fitted to the full posterior on training inputs that were held back. Own λ: the one with the "
-            "best NLL on one half of the test set, scored on the other half, and the other way round. The optimum of "
+            "best NLL on one half of the test set (on at most 5,000 of its outputs), scored on the other half, and the "
+            "other way round. The optimum of "
             "Theorem 1 binds pure subspaces only."
         )
         blocks: list[Block] = [Paragraph(text), Paragraph(beyond.verdict(self.measurements, datasets))]

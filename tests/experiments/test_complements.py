@@ -11,7 +11,7 @@ from test_runs import IMAGES, PLAIN, pictures, regression
 from torch import nn
 from torch.distributions import Normal
 
-from experiments import runs
+from experiments import runs, scores
 from experiments.methods import (
     COMPLEMENTED,
     Complemented,
@@ -134,18 +134,28 @@ def test_classification_has_every_candidate(tmp_path: Path) -> None:
     assert values["kl_mean"] >= 0 and 0 < values["brier"] < 2
 
 
-def test_every_half_of_the_test_set_is_scored_with_the_prior_that_suits_the_other() -> None:
-    # One output with a variance of 1/λ: the best λ of each half is known.
+@pytest.mark.parametrize("tuned, best", [(5000, 1.0), (6, 100.0)])
+def test_every_half_of_the_test_set_is_scored_with_the_prior_that_suits_the_other(
+    tuned: int, best: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One output with a variance of 1/λ: the best λ of each half is known, 0.1 of the first.
+    monkeypatch.setattr(scores, "TUNED_OUTPUTS", tuned)
     targets = torch.tensor([[3.0], [0.1]] * 20)
+    targets[30:] = torch.tensor([[0.3], [1.0]] * 5)  # beyond those on which λ is chosen, if these are few
     test_set = TestSet("toy", torch.zeros(40, 1), targets)
-    problem = cast(
-        "Problem", SimpleNamespace(noise_std=0.1, jacobians=lambda _: [SimpleNamespace(outputs=0 * targets)])
-    )
+    problem = Problem(PLAIN, cast("Any", SimpleNamespace(likelihood="regression")), ZeroNetwork(), 0)
+    problem.__dict__["noise_std"] = 0.1
     found = own_prior_scores(problem, test_set, cast("Sweep", InversePrior()), [1], [0.1, 1.0, 100.0])[1]
-    assert found["own_prior_precision"] == pytest.approx(math.sqrt(0.1 * 100))
-    wrong = [Normal(0.0, math.sqrt(1 / prior + 0.01)) for prior in (0.1, 100.0)]
-    expected = -(wrong[0].log_prob(torch.tensor(0.1)) + wrong[1].log_prob(torch.tensor(3.0))) / 2
+    assert found["own_prior_precision"] == pytest.approx(math.sqrt(0.1 * best))
+    of_first, of_second = (Normal(0.0, math.sqrt(1 / prior + 0.01)) for prior in (0.1, best))
+    expected = -(of_first.log_prob(targets[1::2]).mean() + of_second.log_prob(targets[::2]).mean()) / 2
     assert found["own_nll"] == pytest.approx(float(expected), rel=1e-5)
+
+
+class ZeroNetwork(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        nn.init.zeros_(self.bias)
 
 
 class InversePrior:
@@ -153,5 +163,5 @@ class InversePrior:
 
     def under(self, priors: list[float], dims: list[int]) -> Any:
         return lambda jacobian: (
-            ((s, prior), torch.full((40, 1, 1), 1 / prior).double()) for s in dims for prior in priors
+            ((s, prior), torch.full((jacobian.num_inputs, 1, 1), 1 / prior).double()) for s in dims for prior in priors
         )

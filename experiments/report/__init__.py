@@ -125,7 +125,8 @@ class _Report:
         missing = [dataset for dataset in FIGURE_1 if dataset not in self.clean]
         caption = (
             "Above the KL divergence from the full posterior, below the logarithm of the trace, against s. Bands are "
-            "standard errors; points without a trace are left out; curves end at the last s that all seeds reach."
+            "standard errors; points without a trace, or with less than a ten-thousandth of the largest, are left out; "
+            "curves end at the last s that all seeds reach."
         )
         blocks: list[Block] = [Figures("Key to all figures.", [figures.legend([*DRAWN, "map"])])]
         if drawn:

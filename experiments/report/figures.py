@@ -22,7 +22,7 @@ SOLID: LineStyleType = "-"
 DASHED: LineStyleType = (0, (4, 2))
 DASH_DOTTED: LineStyleType = "-."
 DOTTED: LineStyleType = ":"
-SMALLEST_SHARE = 1e-4  # of the largest divergence; below it lines leave the panel
+SMALLEST_SHARE = 1e-4  # of the largest divergence, or trace; below it lines leave the panel
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,9 @@ def against_dimension(
             axis.set_yscale("log")
             bottom, top = axis.get_ylim()
             axis.set_ylim(max(bottom, SMALLEST_SHARE * top), top)
+        elif panel.metric == "log_trace":
+            bottom, top = axis.get_ylim()
+            axis.set_ylim(max(bottom, top + np.log(SMALLEST_SHARE)), top)
     axes[0].set_title(title)
     axes[-1].set_xlabel("s")
     alt = f"{' and '.join(panel.label for panel in panels)} of {dataset} against s for {', '.join(methods)}"

@@ -19,13 +19,27 @@ SCORES = ("nll", "ece", "brier", "coverage")
 
 def estimate_up_to(measurements: Measurements, dataset: str, method: str, metric: str, s: int) -> Estimate | None:
     """The mean over seeds at s, or at the largest dimension below, where the rank is lower."""
-    if (found := measurements.estimate(dataset, method, metric, s)) is not None:
+    values = _by_seed_up_to(measurements, dataset, method, metric, s)
+    return Estimate.of(list(values.values())) if values else None
+
+
+def _by_seed_up_to(measurements: Measurements, dataset: str, method: str, metric: str, s: int) -> dict[int, float]:
+    if found := measurements.by_seed(dataset, method, metric, s):
         return found
     values = [
         measurements.by_seed(dataset, method, metric, t) for t in measurements.all_dims(dataset, method) if t <= s
     ]
-    last = {seed: value for by_seed in values for seed, value in by_seed.items()}
-    return Estimate.of(list(last.values())) if last else None
+    return {seed: value for by_seed in values for seed, value in by_seed.items()}
+
+
+def _divergences_of_common_seeds(
+    measurements: Measurements, dataset: str, methods: Sequence[str], s: int
+) -> list[float] | None:
+    """The mean KL of each method over the seeds that all of them have; None where there are none."""
+    metric = measurements.divergence(dataset)
+    found = [_by_seed_up_to(measurements, dataset, method, metric, s) for method in methods]
+    seeds = set(found[0]).intersection(*found[1:])
+    return [sum(values[seed] for seed in seeds) / len(seeds) for values in found] if seeds else None
 
 
 def divergences(measurements: Measurements, datasets: Sequence[str], s: int) -> Table:
@@ -59,11 +73,11 @@ def closed_gaps(measurements: Measurements, datasets: Sequence[str], s: int) -> 
 
 
 def closed_gap(measurements: Measurements, dataset: str, method: str, s: int) -> float | None:
-    metric = measurements.divergence(dataset)
-    found = [estimate_up_to(measurements, dataset, name, metric, s) for name in (method, PAPER, OPTIMUM)]
-    if any(estimate is None for estimate in found):
+    """Of the seeds that all three have."""
+    found = _divergences_of_common_seeds(measurements, dataset, (method, PAPER, OPTIMUM), s)
+    if found is None:
         return None
-    ours, paper, optimum = (estimate.mean for estimate in found if estimate is not None)
+    ours, paper, optimum = found
     return (paper - ours) / (paper - optimum)
 
 
@@ -71,11 +85,10 @@ def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
     """What the chosen method reaches, in a sentence or two."""
     below, gaps = [], []
     for dataset in datasets:
-        metric = measurements.divergence(dataset)
         for s in COMPARED_DIMS:
-            found = [estimate_up_to(measurements, dataset, name, metric, s) for name in (BEST, "kfac", PAPER)]
-            if all(estimate is not None for estimate in found):
-                best, *others = (estimate.mean for estimate in found if estimate is not None)
+            found = _divergences_of_common_seeds(measurements, dataset, (BEST, "kfac", PAPER), s)
+            if found is not None:
+                best, *others = found
                 below.append((f"{dataset} at s = {s}", best < min(others)))
         if (gap := closed_gap(measurements, dataset, BEST, COMPARED_DIMS[0])) is not None:
             gaps.append((dataset, gap))

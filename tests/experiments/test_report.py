@@ -279,6 +279,8 @@ def test_methods_with_kfac_outside_stand_beside_the_optimum_and_the_paper() -> N
     assert isinstance(cells[beyond.BEST], Strong) and not isinstance(cells["lowrankopt-ggn"], Strong)
     assert beyond.closed_gap(measurements, "enb", beyond.BEST, 100) == pytest.approx(0.8)
     assert beyond.closed_gap(measurements, "redwine", beyond.BEST, 100) is None
+    another = Row("enb", 9, "lowrank-correction", 100, "kl", 1e6, "train", "kfac-fitted")  # a seed that others lack
+    assert beyond.closed_gap(Measurements([*beyond_rows(), another]), "enb", beyond.BEST, 100) == pytest.approx(0.8)
     text = beyond.verdict(measurements, ["enb"])
     assert "in 2 of 2 cases" in text and "enb 80 %" in text
 

@@ -97,6 +97,20 @@ def _tabular(initial: float, epochs: int, warm: float, decay: float, batch_size:
     return TrainingRecipe(initial * batch_size / 256, epochs, warm, decay, batch_size)
 
 
+def _imagenet10(dataset: str, network: str, training: TrainingRecipe, num_seeds: int = 1) -> Recipe:
+    return Recipe(
+        dataset,
+        network,
+        training,
+        num_inputs=100,
+        largest_dim=100,
+        prior_precision=13.0,
+        dtype=torch.float32,
+        num_seeds=num_seeds,
+        large=True,
+    )
+
+
 _REDWINE = _tabular(0.0004, 300, 0.3, 0.3, 1279)
 
 RECIPES: dict[str, Recipe] = {
@@ -186,39 +200,15 @@ RECIPES: dict[str, Recipe] = {
             num_corrupted=200,
             certified_dims=(100, 500),
         ),
-        Recipe(
-            "imagenet10",
-            "resnet18",
-            # From scratch: the published recipe fine-tunes, with a batch of 256, which is most of these images.
-            TrainingRecipe(0.0004, 40, 0.1, 0.5, batch_size=32, channels_last=True),
-            num_inputs=100,
-            largest_dim=100,
-            prior_precision=13.0,
-            dtype=torch.float32,
-            num_seeds=1,
-            large=True,
-        ),
-        Recipe(
-            "imagenet10-efficientnet",
-            "efficientnet-lite0",
-            TrainingRecipe(0.0, 0, 0.0, 1.0, batch_size=32),
-            num_inputs=100,
-            largest_dim=100,
-            prior_precision=13.0,
-            dtype=torch.float32,
-            num_seeds=1,
-            large=True,
-        ),
-        Recipe(
+        # From scratch: the published recipe fine-tunes, with a batch of 256, which is most of these images.
+        _imagenet10("imagenet10", "resnet18", TrainingRecipe(0.0004, 40, 0.1, 0.5, 32, channels_last=True)),
+        _imagenet10("imagenet10-efficientnet", "efficientnet-lite0", TrainingRecipe(0.0, 0, 0.0, 1.0, 32)),
+        # Its weights are a file that the user has.
+        _imagenet10(
             "imagenet10-finetuned",
             "resnet18-imagenet",
-            TrainingRecipe(0.0004, 10, 0.5, 0.5, batch_size=256, channels_last=True),
-            num_inputs=100,
-            largest_dim=100,
-            prior_precision=13.0,
-            dtype=torch.float32,
-            num_seeds=0,  # its weights are a file that the user has
-            large=True,
+            TrainingRecipe(0.0004, 10, 0.5, 0.5, 256, channels_last=True),
+            num_seeds=0,
         ),
     )
 }

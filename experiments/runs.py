@@ -1,7 +1,5 @@
 """The experiments: every posterior on every test set of a data set, seed by seed, written down job by job."""
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from experiments import references
 from experiments.cost import Cost, measured
 from experiments.datasets import Dataset, load
 from experiments.methods import (
@@ -44,7 +41,7 @@ from experiments.scores import (
     own_prior_scores,
     predictive_scores,
 )
-from experiments.sensitivity import HEAT_MAP_SHAPE, keep_heat_map, sensitivities
+from experiments.sensitivity import HEAT_MAP_SHAPE, dead_percent, keep_heat_map, sensitivities
 from experiments.sweeps import CertainSweep, ComplementSweep, SubspaceSweep, Sweep, WholeSweep, capped
 from experiments.training import held_out, trained_network
 from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior
@@ -56,7 +53,6 @@ CERTIFIED = "certified-lowrank-kfac"  # how much of the full trace lowrank-kfac 
 EXACT = (FULL, "lowrank-ggn", OPTIMUM)
 
 ENSEMBLE_SIZE = 5
-DEAD_PARAMETER_INPUTS = 1000
 OWN_PRIOR = (
     (KFAC, ""),
     ("lowrank-kfac", ""),
@@ -169,7 +165,7 @@ class SeedRun:
         whole = WholeSweep(exact, [problem.linearization.layout.num_parameters])
         for test_set in missing:
             (joint,) = whole.joint_covariances(problem.jacobians(self.draw(test_set)))
-            self._keep_reference(test_set, joint)
+            references.keep(joint, self.computed, self.recipe, test_set.name, self.problem.seed)
         for name in wanted:
             todo.say(name)
             if name == FULL:
@@ -223,26 +219,9 @@ class SeedRun:
         fit_of_pass = fit if exact is None else None  # else the GGN is there, and no pass shows its cost
         self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit_of_pass, of_dims=weights)
 
-    def _reference_path(self, test_set: TestSet) -> Path:
-        return self.computed / "references" / f"{test_set.name.replace('/', '-')}-{self.problem.seed}.safetensors"
-
-    def _reference_facts(self) -> dict[str, str]:
-        facts = (self.recipe.training_fingerprint(), self.recipe.prior_precision, self.recipe.num_inputs)
-        return {"facts": json.dumps(facts)}
-
     def reference(self, test_set: TestSet) -> Tensor | None:
         """Σ of the full Laplace approximation for the drawn inputs, (nC, nC), if it was computed before."""
-        path = self._reference_path(test_set)
-        if not path.exists():
-            return None
-        with safe_open(path, "pt") as file:
-            return file.get_tensor("covariance") if file.metadata() == self._reference_facts() else None
-
-    def _keep_reference(self, test_set: TestSet, covariance: Tensor) -> None:
-        path = self._reference_path(test_set)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"covariance": covariance.contiguous()}, path.with_suffix(".partial"), self._reference_facts())
-        os.replace(path.with_suffix(".partial"), path)
+        return references.kept(self.computed, self.recipe, test_set.name, self.problem.seed)
 
     # One posterior after the other
 
@@ -298,7 +277,7 @@ class SeedRun:
         """The share of dead parameters; σ and the error of regression, the accuracy of classification."""
         inputs, targets = self.problem.dataset.test_inputs, self.problem.dataset.test_targets
         outputs = outputs_of(self.problem.network, inputs)
-        facts = {} if self.recipe.large else {"dead_percent": self._dead_percent()}
+        facts = {} if self.recipe.large else {"dead_percent": dead_percent(self.problem)}
         if self.recipe.maps_sensitivity and self.problem.seed == 0:
             path = self.results.path.parent / f"dead_parameters-{self.recipe.dataset}.npz"
             keep_heat_map(path, sensitivities(self.problem, inputs[: HEAT_MAP_SHAPE[0]]))
@@ -306,13 +285,6 @@ class SeedRun:
             return facts | {"accuracy": (outputs.argmax(1) == targets).double().mean().item()}
         error = (outputs - targets).double().square().mean().sqrt().item()
         return facts | {"noise_std": self.problem.noise_std, "rmse": error}
-
-    def _dead_percent(self) -> float:
-        inputs = self.problem.dataset.train_inputs
-        count = min(DEAD_PARAMETER_INPUTS, len(inputs))
-        chosen = drawn(len(inputs), count, self.problem.seed, "dead parameters")
-        largest = sensitivities(self.problem, inputs[chosen]).amax(0)
-        return 100 * (largest == 0).double().mean().item()
 
     def _temperature(self, todo: "_Todo", test_set: TestSet) -> None:
         """The network's outputs divided by the temperature that suits data which neither it nor the score has seen."""

@@ -1,6 +1,7 @@
 """How posteriors are judged: by their distance to the full one, and by what they predict."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from experiments.methods import Problem, outputs_of
 from experiments.scored_sets import TestSet
 from experiments.sweeps import Sweep
-from sublaplace import metrics
+from sublaplace import Jacobian, metrics
 from sublaplace.predictive import probit
 
 Scores = dict[str, float]
+Key = TypeVar("Key")
 
 
 def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor | None) -> dict[int, Scores]:
@@ -42,18 +44,33 @@ def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, referen
 
 def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
     """For each posterior and s how well the whole test set is predicted; one pass for all of them."""
-    outputs: list[Tensor] = []
-    covariances: dict[tuple[str, int], list[Tensor]] = {(name, s): [] for name, w in sweeps.items() for s in w.dims}
-    for jacobian in problem.jacobians(test_set.inputs):
-        outputs.append(jacobian.outputs.double())
+
+    def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[str, int], Tensor]]:
         for name, sweep in sweeps.items():
             for s, covariance in zip(sweep.dims, sweep.covariances(jacobian), strict=True):
-                covariances[name, s].append(covariance)
-    mean = torch.cat(outputs)
+                yield (name, s), covariance
+
     scores: dict[str, dict[int, Scores]] = {name: {} for name in sweeps}
-    for (name, s), parts in covariances.items():
-        scores[name][s] = _scores(problem, mean, torch.cat(parts), test_set.targets)
+    for (name, s), found in _scores_of_all(problem, test_set.inputs, test_set.targets, covariances).items():
+        scores[name][s] = found
     return scores
+
+
+def _scores_of_all(
+    problem: Problem,
+    inputs: Tensor,
+    targets: Tensor,
+    covariances: Callable[[Jacobian], Iterator[tuple[Key, Tensor]]],
+) -> dict[Key, Scores]:
+    """How well targets are predicted with each of several covariances; one pass for all of them."""
+    outputs: list[Tensor] = []
+    parts: dict[Key, list[Tensor]] = {}
+    for jacobian in problem.jacobians(inputs):
+        outputs.append(jacobian.outputs.double())
+        for key, covariance in covariances(jacobian):
+            parts.setdefault(key, []).append(covariance)
+    mean = torch.cat(outputs)
+    return {key: _scores(problem, mean, torch.cat(part), targets) for key, part in parts.items()}
 
 
 TUNED_OUTPUTS = 5000  # of a half of the test set, on which λ is chosen
@@ -87,15 +104,7 @@ def _scores_under(
     problem: Problem, test_set: TestSet, rows: Tensor, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
 ) -> dict[tuple[int, float], Scores]:
     """For each s and λ how well some of the test inputs are predicted."""
-    outputs: list[Tensor] = []
-    parts: dict[tuple[int, float], list[Tensor]] = {(s, prior): [] for s in dims for prior in priors}
-    covariances_under_priors = sweep.under(priors, dims)
-    for jacobian in problem.jacobians(test_set.inputs[rows]):
-        outputs.append(jacobian.outputs.double())
-        for key, covariance in covariances_under_priors(jacobian):
-            parts[key].append(covariance)
-    mean, targets = torch.cat(outputs), test_set.targets[rows]
-    return {key: _scores(problem, mean, torch.cat(part), targets) for key, part in parts.items()}
+    return _scores_of_all(problem, test_set.inputs[rows], test_set.targets[rows], sweep.under(priors, dims))
 
 
 def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor) -> Scores:

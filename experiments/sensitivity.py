@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.methods import Problem
+from experiments.methods import Problem, drawn
 
+DEAD_PARAMETER_INPUTS = 1000
 HEAT_MAP_SHAPE = (64, 512)  # test inputs × groups of parameters
 
 
@@ -20,6 +21,15 @@ def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
             for jacobian in problem.jacobians(inputs)
         ]
     )
+
+
+def dead_percent(problem: Problem) -> float:
+    """The share of parameters on which no output of up to `DEAD_PARAMETER_INPUTS` training inputs depends."""
+    inputs = problem.dataset.train_inputs
+    count = min(DEAD_PARAMETER_INPUTS, len(inputs))
+    chosen = drawn(len(inputs), count, problem.seed, "dead parameters")
+    largest = sensitivities(problem, inputs[chosen]).amax(0)
+    return 100 * (largest == 0).double().mean().item()
 
 
 def keep_heat_map(path: Path, values: Tensor) -> None:

@@ -156,7 +156,7 @@ class _Report:
             "subspace captures. The lower limit is certain; the upper one is the trace over that of the largest s."
         )
         blocks += [Paragraph(text), large.certified_shares(self.measurements, self.large)]
-        blocks.append(large.facts(self.measurements, self.large))
+        blocks.append(large.accuracies(self.measurements, self.large))
         return Section(title, blocks)
 
     def _scores(self) -> Section:

@@ -69,7 +69,6 @@ MOST_INPUTS = 1000  # of those that such a subspace is built from, before noisy 
 PERTURBATION = 0.1  # of the standard deviation of each feature
 
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
-DIRECTION_TOLERANCE = 1e-8  # share of the output Hessians' trace that may be dropped, also in float64
 
 Exact = DensePrecision | DualPrecision
 
@@ -112,7 +111,7 @@ class Problem:
         total = len(self.dataset.train_inputs)
         chosen = drawn(total, self.recipe.num_inputs, self.seed, "subspace inputs")
         return ProjectorContext(
-            stream=CurvatureStream(self.linearization, self.loader, likelihood, DIRECTION_TOLERANCE),
+            stream=CurvatureStream(self.linearization, self.loader, likelihood, self.recipe.direction_tolerance),
             subspace_jacobians=self.jacobians(self.dataset.train_inputs[chosen]),
             num_data=total,
             num_outputs=outputs_of(self.network, self.dataset.train_inputs[:1]).shape[1],
@@ -207,18 +206,32 @@ class ShuffledBatches:
 
 def reduced_posterior(problem: Problem, projection: Projection, exact: Exact | None = None) -> SubspacePosterior:
     """The posterior in the subspace, with the exact GGN: one pass over the training data, or that GGN itself."""
-    context = problem.context
+    return _reduced(problem, projection, exact, with_product=False)[0]
+
+
+def _reduced(
+    problem: Problem, projection: Projection, exact: Exact | None, with_product: bool
+) -> tuple[SubspacePosterior, Vectors]:
+    """`reduced_posterior`, and Y = GGN P without the likelihood's scale where it is asked for."""
+    stream = problem.context.stream
+    product: Vectors = {}
     if isinstance(exact, DensePrecision) and isinstance(projection, Basis):
-        curvatures, _ = _from_dense_ggn(exact, projection)
+        curvatures, product = _from_dense_ggn(exact, projection)
+    elif with_product:
+        curvatures, product = reduced_ggn_and_product(stream, projection)
     else:
-        curvatures = reduced_ggn(context.stream, projection)
-    return SubspacePosterior(
-        projection,
-        curvatures,
-        projection.gram(),
-        context.stream.likelihood.curvature_scales,
-        context.prior_precision,
-    )
+        curvatures = reduced_ggn(stream, projection)
+    scales, prior = stream.likelihood.curvature_scales, problem.context.prior_precision
+    return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior), product
+
+
+def detached(posterior: SubspacePosterior, dim: int) -> SubspacePosterior:
+    """The posterior in the leading dimensions, without holding on to the memory of the others."""
+    leading = posterior.truncated(min(dim, posterior.dim))
+    if not isinstance(leading.projection, Basis):
+        return leading
+    vectors = {name: part.clone() for name, part in leading.projection.vectors.items()}
+    return replace(leading, projection=replace(leading.projection, vectors=vectors))
 
 
 def _from_dense_ggn(exact: DensePrecision, projection: Basis) -> tuple[Tensor, Vectors]:
@@ -273,12 +286,7 @@ def _complemented(problem: Problem, projection: Projection, exact: Exact | None)
     context = problem.context if exact is not None else replace(problem.context, known={})
     if isinstance(projection, Basis):
         projection = replace(projection, vectors={n: part.to(problem.dtype) for n, part in projection.vectors.items()})
-    if isinstance(exact, DensePrecision) and isinstance(projection, Basis):
-        curvatures, product = _from_dense_ggn(exact, projection)
-    else:
-        curvatures, product = reduced_ggn_and_product(context.stream, projection)
-    scales = context.stream.likelihood.curvature_scales
-    inside = SubspacePosterior(projection, curvatures, projection.gram(), scales, context.prior_precision)
+    inside, product = _reduced(problem, projection, exact, with_product=True)
     scaled = {name: part * context.stream.scale for name, part in product.items()}
     return ComplementedPosterior.of(inside, context.kfac(), scaled)
 

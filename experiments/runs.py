@@ -1,7 +1,7 @@
 """The experiments: every posterior on every test set of a data set, seed by seed, written down job by job."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from experiments.methods import (
     Problem,
     complemented_posteriors,
     complemented_projection,
+    detached,
     drawn,
     exact_posterior,
     feasible_projection,
@@ -110,6 +111,8 @@ class SeedRun:
     results: Results
     computed: Path
     unscored: TestSet | None = None  # test data that are not scored, where there are any
+    # Feasible projectors' posteriors, as far as corrupted test sets need them, and the cost of P.
+    fitted: dict[str, tuple[SubspacePosterior, Cost]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -257,6 +260,9 @@ class SeedRun:
         """The posterior of a feasible projector, and the costs of P and of the posterior in its span."""
         projection, cost = measured(lambda: feasible_projection(name, self.problem, dim))
         posterior, fit = measured(lambda: reduced_posterior(self.problem, projection))
+        needed = max(self.recipe.corrupted_dims, default=0)
+        if 0 < needed <= dim:
+            self.fitted[name] = posterior if name == "last-layer" else detached(posterior, needed), cost
         return posterior, cost, fit
 
     def _best_prior(self) -> float:
@@ -331,7 +337,8 @@ class SeedRun:
             }
             for s in capped(list(dims), len(traces))
         }
-        self._write(todo, {self._job(test_set.name, CERTIFIED): scores}, cost, self._note(self.problem))
+        note = f"{self._note(self.problem)}; nothing dropped for the bounds"
+        self._write(todo, {self._job(test_set.name, CERTIFIED): scores}, cost, note)
 
     # Corrupted test sets: all posteriors on the same Jacobians
 
@@ -342,8 +349,10 @@ class SeedRun:
         sweeps: dict[str, Sweep] = {MAP: CertainSweep([0])}
         costs: dict[str, Cost | None] = {MAP: None}
         for name in FEASIBLE:
-            todo.say(f"{name} for corrupted inputs")
-            posterior, costs[name], _ = self._fitted(name, max(self.recipe.corrupted_dims))
+            if name not in self.fitted:
+                todo.say(f"{name} for corrupted inputs")
+                self._fitted(name, max(self.recipe.corrupted_dims))
+            posterior, costs[name] = self.fitted[name]
             sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
         kfac, costs[KFAC] = measured(lambda: kfac_posterior(self.problem))
         sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
@@ -406,6 +415,8 @@ class SeedRun:
     def _note(self, problem: Problem, corrupted: bool = False) -> str:
         """The floating-point type, and what was cut."""
         note = str(problem.dtype).removeprefix("torch.")
+        if self.recipe.large:
+            note += f"; at most {self.recipe.direction_tolerance:g} of the output Hessians' trace dropped"
         if (count := self.recipe.num_curvature_inputs) is not None:
             note += f"; curvature of {count:,} of {len(problem.dataset.train_inputs):,} training inputs"
         if corrupted and (count := self.recipe.num_corrupted) is not None:

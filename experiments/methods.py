@@ -102,7 +102,7 @@ class Problem:
 
     @cached_property
     def linearization(self) -> Linearization:
-        return Linearization(self.network)
+        return Linearization(self.network, num_vectors=self.recipe.largest_dim)
 
     @cached_property
     def context(self) -> ProjectorContext:

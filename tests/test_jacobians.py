@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,6 +209,17 @@ def test_chunks_under_any_budget_give_the_same_rows(name, budget):
     assert {1: len(chunks) == 7, 10**9: len(chunks) == 1}.get(budget, True)
     rows = torch.cat([chunk.dense_rows() for chunk in chunks])
     assert torch.allclose(rows, dense_jacobian(model, inputs), rtol=1e-10, atol=1e-12)
+
+
+def test_chunks_beside_a_large_projection_are_larger_within_a_quarter_of_it_and_the_budget():
+    model, inputs = nn.Sequential(nn.Linear(3000, 2000), nn.Tanh(), nn.Linear(2000, 10)), torch.randn(5, 3000)
+    alone = Linearization(model, memory_budget=2**40)
+    beside, less = replace(alone, num_vectors=2000), replace(alone, num_vectors=800)
+    assert beside.chunk_size(inputs) == -(-128 // 10)  # 128 rows of ten outputs, and no more
+    assert alone.chunk_size(inputs) < less.chunk_size(inputs) < beside.chunk_size(inputs)
+    assert beside.chunk_size(inputs, row_by_row=True) == alone.chunk_size(inputs, row_by_row=True)
+    assert replace(beside, memory_budget=1).chunk_size(inputs) == 1
+    assert [len(chunk.outputs) for chunk in beside.chunks(torch.randn(15, 3000))] == [13, 2]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

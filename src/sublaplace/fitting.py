@@ -71,6 +71,12 @@ class Settings:
         return (self.max_dim or DEFAULT_MAX_DIM) if isinstance(self.dim, str) else self.dim
 
     @property
+    def num_vectors(self) -> int:
+        """How many columns P has, if it is a matrix and not a choice of parameters: the most that it may have."""
+        name = self.projector_name
+        return 0 if name in ("full", "last-layer") or name.startswith("subset") else self.largest_dim
+
+    @property
     def holds_back(self) -> bool:
         """Whether a part of X′ is not for P, but to choose s or the weight of the complement."""
         return self.dim == AUTO or self.complement_weight == FITTED

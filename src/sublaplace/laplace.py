@@ -186,6 +186,7 @@ class SubspaceLaplace:
     def _new_linearization(self) -> Linearization:
         linearization = Linearization(in_working_precision(self.model), self._forward)
         linearization.scratch_folder = self._scratch_folder
+        linearization.num_vectors = self._settings.num_vectors
         linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
         return linearization
 

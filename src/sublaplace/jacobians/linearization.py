@@ -31,6 +31,8 @@ from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, Vectors, bor
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _FEWEST_INPUTS = 4  # of a chunk even so: sums as large as the parameters are added to once a chunk
+_USEFUL_ROWS = 128  # of a chunk; with fewer, a product with a large P is bound by reading P
+_SHARE_OF_VECTORS = 4  # for the sake of that, chunks may take as much memory as a quarter of P
 _PROBED_ROWS = 2  # of the Jacobian that a new kind of input is tried with
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
 
@@ -51,6 +53,7 @@ class Linearization:
     forward: Callable[[nn.Module, Any], Tensor] = call_model
     memory_budget: int = 2**30
     scratch_folder: str | os.PathLike[str] | None = None  # where vectors of parameter space are kept; None: in memory
+    num_vectors: int = 0  # of parameter space that Jacobians are multiplied with, all at once: s, if P is a matrix
     layout: ParameterLayout = field(init=False)
     passes: int = field(init=False, default=0)  # backward passes through one input, counted
     _plans: dict[Signature, Plan] = field(init=False, default_factory=dict)
@@ -160,8 +163,11 @@ class Linearization:
         graph = 2 * plan.gradient_elements  # outputs of the calls and of the activations after them
         elements = held * (plan.gradient_elements + 2 * largest) + graph + general + 2 * plan.input_elements
         one = max(1, elements * self.dtype.itemsize)
-        budget = min(self.memory_budget, max(_USEFUL_CHUNK, _FEWEST_INPUTS * one))
-        return max(1, budget // one)
+        useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)
+        if not row_by_row:
+            vectors = self.num_vectors * self.layout.num_parameters * self.dtype.itemsize
+            useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
+        return max(1, min(self.memory_budget, useful) // one)
 
     def num_outputs(self, inputs: Any) -> int:
         """C."""

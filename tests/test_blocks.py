@@ -125,10 +125,12 @@ def test_matmul_equals_rows_times_vectors(block, count):
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_transpose_matmul_equals_transposed_rows_times_weights(block, count):
+def test_transposed_rows_times_weights_are_added(block, count):
     n, K, _ = block.rows().shape
-    weights = randn(n, K, count, seed=4)
-    assert close(block.transpose_matmul(weights), torch.einsum("nkr,nkp->rp", weights, block.rows()))
+    weights, before = randn(n, K, count, seed=4), randn(count, block.size, seed=5)
+    into = before.clone()
+    block.add_transpose_matmul(weights, into)
+    assert close(into, before + torch.einsum("nkr,nkp->rp", weights, block.rows()))
 
 
 def test_squared_sum_equals_that_of_the_rows(block):
@@ -165,7 +167,9 @@ def test_both_orders_of_contraction_give_the_same_product(form, count, factors_f
     assert block._factors_first(count) is factors_first
     vectors, weights = randn(count, block.size, seed=3), randn(3, form["K"], count, seed=4)
     assert close(block.matmul(vectors), loop_rows(block) @ vectors.T)
-    assert close(block.transpose_matmul(weights), torch.einsum("nkr,nkp->rp", weights, loop_rows(block)))
+    into = torch.zeros(count, block.size, dtype=torch.float64)
+    block.add_transpose_matmul(weights, into)
+    assert close(into, torch.einsum("nkr,nkp->rp", weights, loop_rows(block)))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -279,7 +283,9 @@ def test_a_block_without_directions_has_empty_rows_but_keeps_its_inputs(T):
     block = outer_block(K=0, T=T)
     assert block.rows().shape == (3, 0, 20)
     assert block.matmul(randn(4, 20)).shape == (3, 0, 4)
-    assert torch.equal(block.transpose_matmul(randn(3, 0, 4)), torch.zeros(4, 20).double())
+    into = torch.ones(4, 20).double()
+    block.add_transpose_matmul(randn(3, 0, 4), into)
+    assert torch.equal(into, torch.ones(4, 20).double())
     assert torch.equal(block.squared_sum(), torch.zeros(20).double())
     assert torch.equal(block.gradient_moment(), torch.zeros(1, 4, 4).double())
     assert close(block.input_moment(), torch.einsum("ngit,ngjt->gij", block.inputs, block.inputs))

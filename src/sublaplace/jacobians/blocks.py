@@ -33,8 +33,8 @@ class Block(Protocol):
     def matmul(self, vectors: Tensor) -> Tensor:
         """J V for V given as (r, size): (n, K, r)."""
 
-    def transpose_matmul(self, weights: Tensor) -> Tensor:
-        """Jᵀ U for U given as (n, K, r): (r, size)."""
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
+        """Adds Jᵀ U, for U given as (n, K, r), to `into` (r, size)."""
 
     def squared_sum(self) -> Tensor:
         """Σ over n and K of the squared rows: (size,)."""
@@ -59,8 +59,8 @@ class RowBlock:
     def matmul(self, vectors: Tensor) -> Tensor:
         return self.values @ vectors.T
 
-    def transpose_matmul(self, weights: Tensor) -> Tensor:
-        return weights.flatten(0, 1).T @ self.values.flatten(0, 1)
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
+        into.addmm_(weights.flatten(0, 1).T, self.values.flatten(0, 1))
 
     def squared_sum(self) -> Tensor:
         return self.values.square().sum((0, 1))
@@ -201,16 +201,17 @@ class OuterBlock:
         g = self.gradients.permute(2, 0, 1, 4, 3).reshape(G, n, K, T * O)
         return (g @ mapped.transpose(3, 4).reshape(G, n, T * O, r)).sum(0)
 
-    def transpose_matmul(self, weights: Tensor) -> Tensor:
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         n, K, r = weights.shape
         if not self._factors_first(r):
-            return weights.flatten(0, 1).T @ self.rows().flatten(0, 1)
+            into.addmm_(weights.flatten(0, 1).T, self.rows().flatten(0, 1))
+            return
         _, _, G, O, T = self.gradients.shape
         weighted = (weights.transpose(1, 2) @ self.gradients.reshape(n, K, G * O * T)).view(n, r, G, O, T)
         left = weighted.permute(2, 1, 3, 0, 4).reshape(G, r * O, n * T)
         right = self.inputs.permute(1, 0, 3, 2).reshape(G, n * T, -1)
         maps = (left @ right).unflatten(1, (r, O)).transpose(0, 1)
-        return self._stored(maps).reshape(r, self.size)
+        into += self._stored(maps).reshape(r, self.size)
 
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
@@ -386,13 +387,12 @@ class EmbeddingBlock:
         table = vectors.view(len(vectors), self.table_rows, -1)[:, self.indices]  # (r, n, T, D)
         return self.gradients.flatten(2) @ table.flatten(2).permute(1, 2, 0)
 
-    def transpose_matmul(self, weights: Tensor) -> Tensor:
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         n, _, T, D = self.gradients.shape
         r = weights.shape[2]
         weighted = (weights.transpose(1, 2) @ self.gradients.flatten(2)).view(n, r, T, D)
-        table = weighted.new_zeros(r, self.table_rows, D)
+        table = into.view(r, self.table_rows, D)
         table.index_add_(1, self.indices.flatten(), weighted.transpose(0, 1).reshape(r, n * T, D))
-        return table.flatten(1)
 
     def squared_sum(self) -> Tensor:
         _, K, _, D = self.gradients.shape
@@ -458,8 +458,9 @@ class SumBlock:
     def matmul(self, vectors: Tensor) -> Tensor:
         return torch.stack([part.matmul(vectors) for part in self.parts]).sum(0)
 
-    def transpose_matmul(self, weights: Tensor) -> Tensor:
-        return torch.stack([part.transpose_matmul(weights) for part in self.parts]).sum(0)
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
+        for part in self.parts:
+            part.add_transpose_matmul(weights, into)
 
     def squared_sum(self) -> Tensor:
         return self.rows().square().sum((0, 1))

@@ -49,7 +49,7 @@ class Jacobian:
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
         """Adds Jᵀ U to `into`, for U of shape (n, K, r)."""
         for name, block in self.blocks.items():
-            into[name] += block.transpose_matmul(weights)
+            block.add_transpose_matmul(weights, into[name])
 
     def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
         """The columns of J that `ParameterLayout.split_indices` names: (n, K, count)."""

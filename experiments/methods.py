@@ -152,9 +152,25 @@ def outputs_of(network: nn.Module, inputs: Tensor) -> Tensor:
 # Posteriors -----------------------------------------------------------------------------------------------------------
 
 
+NEEDED_CURVATURE = {
+    "lowrank-kfac": "kfac",
+    "lowrank-correction": "kfac",
+    "lowrank-diagonal": "diagonal",
+    "subset-diagonal": "diagonal",
+}
+"""The curvature over all parameters that a projector is built from, if any."""
+
+
+def block_curvature(problem: Problem, kind: str) -> BlockPrecision:
+    """The KFAC or the diagonal Laplace approximation over all parameters; one pass, the first time."""
+    precision = problem.context.kfac() if kind == "kfac" else problem.context.diagonal()
+    precision.log_determinant()  # forms the eigenvectors, so that their time is counted here
+    return precision
+
+
 def feasible_projection(name: str, problem: Problem, dim: int) -> Projection:
-    """P of at most `dim` dimensions for one of `FEASIBLE`, from nothing that was computed before."""
-    context = replace(problem.context, dim=dim, known={})
+    """P of at most `dim` dimensions for one of `FEASIBLE`, from `block_curvature` where it needs that."""
+    context = replace(problem.context, dim=dim)
     with expected_ranks():
         return _swag(context, problem) if name == "subset-swag" else PROJECTORS[name](context)
 
@@ -225,15 +241,6 @@ def _reduced(
     return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior), product
 
 
-def detached(posterior: SubspacePosterior, dim: int) -> SubspacePosterior:
-    """The posterior in the leading dimensions, without holding on to the memory of the others."""
-    leading = posterior.truncated(min(dim, posterior.dim))
-    if not isinstance(leading.projection, Basis):
-        return leading
-    vectors = {name: part.clone() for name, part in leading.projection.vectors.items()}
-    return replace(leading, projection=replace(leading.projection, vectors=vectors))
-
-
 def _from_dense_ggn(exact: DensePrecision, projection: Basis) -> tuple[Tensor, Vectors]:
     """What `reduced_ggn_and_product` gives, from the p × p GGN, at s·p² instead of a pass over the data."""
     flat = exact.layout.flatten(projection.vectors)
@@ -242,9 +249,9 @@ def _from_dense_ggn(exact: DensePrecision, projection: Basis) -> tuple[Tensor, V
 
 
 def complemented_projection(problem: Problem, method: Complemented, dim: int, exact: Exact | None) -> Projection:
-    """P of one of `COMPLEMENTED`, from nothing that was computed before but the exact Λ, where it is needed."""
+    """P of one of `COMPLEMENTED`, from `block_curvature` and the exact Λ where it needs them."""
     inputs, _ = _inputs_and_held_back(problem, method)
-    context = replace(problem.context, dim=dim, known={}, subspace_jacobians=problem.jacobians(inputs))
+    context = replace(problem.context, dim=dim, subspace_jacobians=problem.jacobians(inputs))
     if exact is not None:
         context = replace(context, known_exact={context.prior_precision: exact})
     with expected_ranks():
@@ -267,7 +274,7 @@ def complemented_posteriors(
 ) -> dict[int, ComplementedPosterior]:
     """For each s the posterior that is exact in s dimensions and KFAC outside.
 
-    Two passes over the training data; with the p × p GGN only that of KFAC, once for all methods.
+    One pass over the training data beside that of KFAC; none with the p × p GGN.
     """
     posterior = _complemented(problem, projection, exact)
     posteriors = {s: posterior.truncated(s) for s in capped(list(dims), posterior.dim)}
@@ -283,12 +290,11 @@ def complemented_posteriors(
 
 
 def _complemented(problem: Problem, projection: Projection, exact: Exact | None) -> ComplementedPosterior:
-    context = problem.context if exact is not None else replace(problem.context, known={})
     if isinstance(projection, Basis):
         projection = replace(projection, vectors={n: part.to(problem.dtype) for n, part in projection.vectors.items()})
     inside, product = _reduced(problem, projection, exact, with_product=True)
-    scaled = {name: part * context.stream.scale for name, part in product.items()}
-    return ComplementedPosterior.of(inside, context.kfac(), scaled)
+    scaled = {name: part * problem.context.stream.scale for name, part in product.items()}
+    return ComplementedPosterior.of(inside, problem.context.kfac(), scaled)
 
 
 def exact_posterior(problem: Problem) -> Exact:
@@ -296,8 +302,3 @@ def exact_posterior(problem: Problem) -> Exact:
     exact = problem.context.exact()
     exact.log_determinant()  # forms the Cholesky factor, so that its time is counted here
     return exact
-
-
-def kfac_posterior(problem: Problem) -> BlockPrecision:
-    """The KFAC Laplace approximation over all parameters, from nothing that was computed before."""
-    return replace(problem.context, known={}).kfac()

@@ -1,7 +1,7 @@
 """The experiments: every posterior on every test set of a data set, seed by seed, written down job by job."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,18 @@ from tqdm import tqdm
 from experiments import references
 from experiments.cost import Cost, measured
 from experiments.datasets import Dataset, load
+from experiments.fits import Fits
 from experiments.methods import (
     COMPLEMENTED,
     FEASIBLE,
+    NEEDED_CURVATURE,
     Complemented,
     Exact,
     Problem,
     complemented_posteriors,
     complemented_projection,
-    detached,
     drawn,
     exact_posterior,
-    feasible_projection,
-    kfac_posterior,
     optimal_projection,
     outputs_of,
     reduced_posterior,
@@ -111,12 +110,14 @@ class SeedRun:
     results: Results
     computed: Path
     unscored: TestSet | None = None  # test data that are not scored, where there are any
-    # Feasible projectors' posteriors, as far as corrupted test sets need them, and the cost of P.
-    fitted: dict[str, tuple[SubspacePosterior, Cost]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
         return self.problem.recipe
+
+    @cached_property
+    def _fits(self) -> Fits:
+        return Fits(self.problem)
 
     def run(self) -> None:
         done = self.results.done()
@@ -213,10 +214,13 @@ class SeedRun:
         """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dims = self.recipe.compared_dims
-        projection, cost = measured(lambda: complemented_projection(problem, method, max(dims), exact))
+        cost = self._fits.curvature(KFAC)[1]
+        if needed := NEEDED_CURVATURE.get(method.projector):
+            cost = self._fits.curvature(needed, problem)[1]
+        projection, more = measured(lambda: complemented_projection(problem, method, max(dims), exact))
         posteriors, fit = measured(lambda: complemented_posteriors(self.problem, method, projection, dims, exact))
         sweep = ComplementSweep(posteriors)
-        cost = cost if cost_of_exact is None else cost_of_exact.then(cost)
+        cost = (cost if cost_of_exact is None else cost_of_exact.then(cost)).then(more)
         weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
         job = self._complemented_job(method)
         fit_of_pass = fit if exact is None else None  # else the GGN is there, and no pass shows its cost
@@ -234,16 +238,16 @@ class SeedRun:
             if todo.has(self._job(main.name, name)):
                 todo.say(name)
                 dims = self.recipe.dims(name)
-                posterior, cost, fit = self._fitted(name, max(dims))
+                posterior, cost, fit = self._fits.posterior(name, max(dims))
                 sweep = _sweep_of(name, posterior, dims)
                 self._finish(todo, self._job(main.name, name), main, self.problem, sweep, cost, fit)
         for method in self._complemented_left(todo, needs_exact=False):
             self._complement(todo, method, self.problem, None, None)
         if todo.has(self._job(main.name, KFAC)):
             todo.say(KFAC)
-            kfac, cost = measured(lambda: kfac_posterior(self.problem))
+            kfac, cost = self._fits.curvature(KFAC)
             whole = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
-            extra = {"prior_precision": self._best_prior()}
+            extra = {"prior_precision": self._fits.best_prior()}
             self._finish(todo, self._job(main.name, KFAC), main, self.problem, whole, cost, extra=extra)
         if todo.has(self._job(main.name, MAP)):
             todo.say(MAP)
@@ -255,29 +259,6 @@ class SeedRun:
         if todo.has(self._job(main.name, CERTIFIED)):
             todo.say(CERTIFIED)
             self._certified(todo, main)
-
-    def _fitted(self, name: str, dim: int) -> tuple[SubspacePosterior, Cost, Cost]:
-        """The posterior of a feasible projector, and the costs of P and of the posterior in its span."""
-        projection, cost = measured(lambda: feasible_projection(name, self.problem, dim))
-        posterior, fit = measured(lambda: reduced_posterior(self.problem, projection))
-        needed = max(self.recipe.corrupted_dims, default=0)
-        if 0 < needed <= dim:
-            self.fitted[name] = posterior if name == "last-layer" else detached(posterior, needed), cost
-        return posterior, cost, fit
-
-    def _best_prior(self) -> float:
-        """λ that maximises the evidence of the KFAC approximation, as the paper chose its λ."""
-        la = SubspaceLaplace(
-            self.problem.network,
-            self.problem.dataset.likelihood,
-            projector="subset-magnitude",
-            dim=1,
-            prior_precision="marglik",
-            noise_std=self.problem.noise_std,
-        )
-        prior = la.fit(self.problem.loader).prior_precision
-        assert prior is not None
-        return prior
 
     def _facts_of_the_network(self) -> Scores:
         """The share of dead parameters; σ and the error of regression, the accuracy of classification."""
@@ -319,7 +300,7 @@ class SeedRun:
         is an upper one.
         """
         *_, largest = dims = self.recipe.certified_dims
-        projection, cost = measured(lambda: feasible_projection("lowrank-kfac", self.problem, largest))
+        projection, cost = self._fits.projection("lowrank-kfac", largest)
         la = SubspaceLaplace(
             self.problem.network,
             self.problem.dataset.likelihood,
@@ -349,12 +330,10 @@ class SeedRun:
         sweeps: dict[str, Sweep] = {MAP: CertainSweep([0])}
         costs: dict[str, Cost | None] = {MAP: None}
         for name in FEASIBLE:
-            if name not in self.fitted:
-                todo.say(f"{name} for corrupted inputs")
-                self._fitted(name, max(self.recipe.corrupted_dims))
-            posterior, costs[name] = self.fitted[name]
+            todo.say(f"{name} for corrupted inputs")
+            posterior, costs[name] = self._fits.leading(name)
             sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
-        kfac, costs[KFAC] = measured(lambda: kfac_posterior(self.problem))
+        kfac, costs[KFAC] = self._fits.curvature(KFAC)
         sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
         for test_set in corrupted:
             todo.say(test_set.name)

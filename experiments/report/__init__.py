@@ -37,7 +37,9 @@ class _Report:
 
     def __init__(self, measurements: Measurements, published: Published, folder: Path) -> None:
         self.measurements, self.published, self.folder = measurements, published, folder
-        quotes = {d: published.quote("authors_code", d, "largest_s") for d in measurements.datasets}
+        # A variant of a data set, such as imagenet10-efficientnet, has the dimensions of the set itself.
+        clean = [dataset for dataset in measurements.datasets if "/" not in dataset]
+        quotes = {d: published.quote("authors_code", d.split("-")[0], "largest_s") for d in clean}
         self.largest = {dataset: quote.mean for dataset, quote in quotes.items() if quote is not None}
         self.compared = [
             *(
@@ -99,6 +101,7 @@ class _Report:
     def _coverage(self) -> Section:
         expected = [d for d in self.published.distinct("authors_code", "dataset") if d != "mnist"]
         corrupted = [line.dataset for line in tables.lines_of(self.published, CORRUPTED)]
+        coloured = self.published.distinct(CORRUPTED_COLOUR, "dataset")
         run = sum(dataset in self.measurements.datasets for dataset in corrupted)
         blocks: list[Block] = [
             Paragraph(
@@ -106,7 +109,7 @@ class _Report:
                 f"{counted(len(corrupted), 'corruption')} run; the corrupted pictures were generated, as the published "
                 "ones cannot be had again."
             ),
-            tables.overview(self.measurements, [*expected, "mnist", *corrupted, "cifar10-c"]),
+            tables.overview(self.measurements, [*expected, "mnist", *corrupted, *coloured]),
             tables.notes(self.measurements),
         ]
         return Section("What was run, and what was cut", blocks)

@@ -14,7 +14,8 @@ def of_methods(measurements: Measurements) -> Table:
     """Seconds and memory of P (or of the posterior, for methods without one), and seconds of the posterior in it."""
     frame = measurements.rows[~measurements.rows["dataset"].str.contains("/")].dropna(subset=["seconds"])
     rows = []
-    for (dataset, method), group in frame.groupby(["dataset", "method"], sort=False):
+    groups = list(frame.groupby(["dataset", "method"], sort=False))
+    for (dataset, method), group in sorted(groups, key=lambda group: measurements.datasets.index(group[0][0])):
         jobs = group.drop_duplicates("seed")
         memory = Estimate.of(jobs["peak_memory_mb"].tolist())
         fits = group.loc[group["metric"] == "posterior_seconds", "value"].tolist()

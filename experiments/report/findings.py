@@ -390,7 +390,7 @@ def summary(found: Sequence[Finding], measurements: Measurements) -> str:
     """How many claims hold, and of how many seeds the numbers are."""
     counts = Counter(finding.verdict for finding in found)
     text = f"Of {counted(len(found), 'claim')}, {counts['holds']} hold, {counts['holds in part']} hold in part"
-    text += f" and {counts['does not hold']} do not"
+    text += f" and {counts['does not hold']} {'does' if counts['does not hold'] == 1 else 'do'} not"
     text += f"; {counts[NOT_RUN]} cannot be judged yet. " if counts[NOT_RUN] else ". "
     seeds = [f"{d} {len(measurements.seeds(d))}" for d in measurements.datasets if "/" not in d]
     return f"{text}Seeds of the numbers below: {', '.join(seeds)}."

@@ -21,8 +21,8 @@ def traces(measurements: Measurements, dataset: str) -> Table:
         known = {m: estimate for m, estimate in found.items() if estimate is not None}
         order = sorted(known, key=lambda m: -known[m].mean)
         cells = [Strong(with_error(e)) if order[:1] == [m] else with_error(e) for m, e in found.items()]
-        rows.append([str(s), *cells, " > ".join(order), seeds_of(list(found.values()))])
-    return Table(f"{dataset}: log-trace", ["s", *methods, "order", "seeds"], rows)
+        rows.append([str(s), " > ".join(order), *cells, seeds_of(list(found.values()))])
+    return Table(f"{dataset}: log-trace", ["s", "order", *methods, "seeds"], rows, labels=2)
 
 
 def certified_shares(measurements: Measurements, datasets: Sequence[str]) -> Table:

@@ -214,12 +214,15 @@ def test_chunks_under_any_budget_give_the_same_rows(name, budget):
 def test_chunks_beside_a_large_projection_are_larger_within_a_quarter_of_it_and_the_budget():
     model, inputs = nn.Sequential(nn.Linear(3000, 2000), nn.Tanh(), nn.Linear(2000, 10)), torch.randn(5, 3000)
     alone = Linearization(model, memory_budget=2**40)
-    beside, less = replace(alone, num_vectors=2000), replace(alone, num_vectors=800)
-    assert beside.chunk_size(inputs) == -(-128 // 10)  # 128 rows of ten outputs, and no more
+    beside, less = replace(alone, num_vectors=3000), replace(alone, num_vectors=800)
+    assert beside.chunk_size(inputs) == -(-256 // 10)  # 256 rows of ten outputs, and no more
     assert alone.chunk_size(inputs) < less.chunk_size(inputs) < beside.chunk_size(inputs)
     assert beside.chunk_size(inputs, row_by_row=True) == alone.chunk_size(inputs, row_by_row=True)
     assert replace(beside, memory_budget=1).chunk_size(inputs) == 1
-    assert [len(chunk.outputs) for chunk in beside.chunks(torch.randn(15, 3000))] == [13, 2]
+    with alone.beside(3000):
+        assert alone.chunk_size(inputs) == beside.chunk_size(inputs)
+    assert alone.num_vectors == 0
+    assert [len(chunk.outputs) for chunk in beside.chunks(torch.randn(28, 3000))] == [26, 2]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -74,7 +74,8 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
         joined = ranks_of(stream.loader).joined_rows(rows.joined())
         return DualPrecision(layout, joined, prior_precision).scaled(stream.scale)
     dense = _DenseSum(torch.zeros(p, p, dtype=torch.float64, device=device))
-    stream.accumulate("exact GGN", dense)
+    with stream.linearization.beside(p):
+        stream.accumulate("exact GGN", dense)
     return DensePrecision(layout, dense.whole().mul_(stream.scale), prior_precision, stream.scale)
 
 

@@ -31,7 +31,7 @@ from sublaplace.parameters import HALF_PRECISIONS, ParameterLayout, Vectors, bor
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _FEWEST_INPUTS = 4  # of a chunk even so: sums as large as the parameters are added to once a chunk
-_USEFUL_ROWS = 128  # of a chunk; with fewer, a product with a large P is bound by reading P
+_USEFUL_ROWS = 256  # of a chunk; with fewer, a product with a large P is bound by reading P
 _SHARE_OF_VECTORS = 4  # for the sake of that, chunks may take as much memory as a quarter of P
 _PROBED_ROWS = 2  # of the Jacobian that a new kind of input is tried with
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
@@ -103,6 +103,15 @@ class Linearization:
                 yield
         finally:
             self._borrowed -= 1
+
+    @contextmanager
+    def beside(self, num_vectors: int) -> Iterator[None]:
+        """While Jacobians are multiplied with so many vectors: their chunks are large enough for that."""
+        before, self.num_vectors = self.num_vectors, num_vectors
+        try:
+            yield
+        finally:
+            self.num_vectors = before
 
     def to_device(self, inputs: Any) -> Any:
         def move(leaf: Any) -> Any:

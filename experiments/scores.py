@@ -87,24 +87,26 @@ def own_prior_scores(
     """
     halves = [torch.arange(half, len(test_set.inputs), 2) for half in (0, 1)]
     most = TUNED_OUTPUTS // outputs_of(problem.network, test_set.inputs[:1]).shape[1]
-    scores_on = [_scores_under(problem, test_set, half[:most], sweep, dims, priors) for half in halves]
+    pairs = [(s, prior) for s in dims for prior in priors]
+    tuned = [_scores_under(problem, test_set, half[:most], sweep, pairs) for half in halves]
+    chosen = [{s: min(priors, key=lambda prior: on[s, prior]["nll"]) for s in dims} for on in tuned]
+    scored = [
+        _scores_under(problem, test_set, other, sweep, list(best.items()))
+        for best, other in zip(chosen, reversed(halves), strict=True)
+    ]
     found: dict[int, Scores] = {}
     for s in dims:
-        chosen = [min(priors, key=lambda prior: on[s, prior]["nll"]) for on in scores_on]
-        own = [
-            _scores_under(problem, test_set, other, sweep, [s], [prior])[s, prior]
-            for prior, other in zip(chosen, reversed(halves), strict=True)
-        ]
+        own = [scores[s, best[s]] for scores, best in zip(scored, chosen, strict=True)]
         found[s] = {f"own_{name}": (own[0][name] + own[1][name]) / 2 for name in own[0]}
-        found[s]["own_prior_precision"] = float(np.sqrt(chosen[0] * chosen[1]))
+        found[s]["own_prior_precision"] = float(np.sqrt(chosen[0][s] * chosen[1][s]))
     return found
 
 
 def _scores_under(
-    problem: Problem, test_set: TestSet, rows: Tensor, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
+    problem: Problem, test_set: TestSet, rows: Tensor, sweep: Sweep, pairs: Sequence[tuple[int, float]]
 ) -> dict[tuple[int, float], Scores]:
-    """For each s and λ how well some of the test inputs are predicted."""
-    return _scores_of_all(problem, test_set.inputs[rows], test_set.targets[rows], sweep.under(priors, dims))
+    """For each pair of s and λ how well some of the test inputs are predicted."""
+    return _scores_of_all(problem, test_set.inputs[rows], test_set.targets[rows], sweep.under(pairs))
 
 
 def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor) -> Scores:

@@ -26,8 +26,8 @@ class Sweep(Protocol):
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         """For each s the covariance over all inputs together: (nC, nC)."""
 
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        """For each of some s and each λ the covariance of every input, P as it is: (n, C, C)."""
+    def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
+        """For each of some pairs of s and λ the covariance of every input, P as it is: (n, C, C)."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class SubspaceSweep:
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         return self._cumulative(torch.cat([self.posterior.whitened(part).flatten(0, 1) for part in jacobians]))
 
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        largest_posterior = self.posterior.truncated(max(dims))
-        factors = {prior: largest_posterior.with_prior(prior).factor for prior in priors}
+    def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
+        largest_posterior = self.posterior.truncated(max(s for s, _ in pairs))
+        factors = {prior: largest_posterior.with_prior(prior).factor for _, prior in pairs}
 
         def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[int, float], Tensor]]:
             rows = largest_posterior.projection.apply(jacobian).double()
             for prior, factor in factors.items():
                 W = torch.linalg.solve_triangular(factor, rows.flatten(0, 1).T, upper=False).T.view_as(rows)
-                for s in dims:
+                for s in (s for s, other in pairs if other == prior):
                     yield (s, prior), W[..., :s] @ W[..., :s].transpose(1, 2)
 
         return covariances
@@ -83,8 +83,8 @@ class ComplementSweep:
         for posterior in self.posteriors.values():
             yield posterior.joint_covariance(jacobians)
 
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        return _covariances_of({(s, prior): self.posteriors[s].with_prior(prior) for s in dims for prior in priors})
+    def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
+        return _covariances_of({(s, prior): self.posteriors[s].with_prior(prior) for s, prior in pairs})
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class WholeSweep:
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         yield self.posterior.joint_covariance(jacobians)
 
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
-        return _covariances_of({(s, prior): self.posterior.with_prior(prior) for s in dims for prior in priors})
+    def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
+        return _covariances_of({(s, prior): self.posterior.with_prior(prior) for s, prior in pairs})
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class CertainSweep:
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
         yield torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64)
 
-    def under(self, priors: Sequence[float], dims: Sequence[int]) -> "UnderPriors":
+    def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
         raise ValueError("The plain network has no λ.")
 
 

@@ -145,7 +145,10 @@ def test_every_half_of_the_test_set_is_scored_with_the_prior_that_suits_the_othe
     test_set = TestSet("toy", torch.zeros(40, 1), targets)
     problem = Problem(PLAIN, cast("Any", SimpleNamespace(likelihood="regression")), ZeroNetwork(), 0)
     problem.__dict__["noise_std"] = 0.1
-    found = own_prior_scores(problem, test_set, cast("Sweep", InversePrior()), [1], [0.1, 1.0, 100.0])[1]
+    found, certain = own_prior_scores(
+        problem, test_set, cast("Sweep", InversePrior()), [1, 0], [0.1, 1.0, 100.0]
+    ).values()
+    assert certain["own_nll"] == pytest.approx(-float(Normal(0.0, 0.1).log_prob(targets).mean()), rel=1e-5)
     assert found["own_prior_precision"] == pytest.approx(math.sqrt(0.1 * best))
     of_first, of_second = (Normal(0.0, math.sqrt(1 / prior + 0.01)) for prior in (0.1, best))
     expected = -(of_first.log_prob(targets[1::2]).mean() + of_second.log_prob(targets[::2]).mean()) / 2
@@ -159,9 +162,9 @@ class ZeroNetwork(nn.Linear):
 
 
 class InversePrior:
-    """A posterior of one parameter without data."""
+    """A posterior of one parameter without data, or of none."""
 
-    def under(self, priors: list[float], dims: list[int]) -> Any:
+    def under(self, pairs: list[tuple[int, float]]) -> Any:
         return lambda jacobian: (
-            ((s, prior), torch.full((jacobian.num_inputs, 1, 1), 1 / prior).double()) for s in dims for prior in priors
+            ((s, prior), torch.full((jacobian.num_inputs, 1, 1), s / prior).double()) for s, prior in pairs
         )

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+from tqdm import tqdm
 
 from experiments import datasets, runs
 from experiments import scores as scoring
@@ -415,6 +417,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     def run() -> None:
         # A child of a process with threads must not start more of them.
         torch.set_num_threads(1)
+        # tqdm's lock is shared with this process, which would wait for ever for a child killed while it holds it.
+        tqdm.set_lock(threading.RLock())
         runs.run(TINY, regression(), [0], Results(path), tmp_path / "killed")
 
     seen = 0

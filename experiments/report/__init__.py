@@ -102,7 +102,7 @@ class _Report:
         expected = [d for d in self.published.distinct("authors_code", "dataset") if d != "mnist"]
         corrupted = [line.dataset for line in tables.lines_of(self.published, CORRUPTED)]
         coloured = self.published.distinct(CORRUPTED_COLOUR, "dataset")
-        run = sum(dataset in self.measurements.datasets for dataset in corrupted)
+        run = sum("lowrank-kfac" in self.measurements.methods(dataset) for dataset in corrupted)
         blocks: list[Block] = [
             Paragraph(
                 f"The paper has {tables.PAPER_SEEDS} seeds of each data set. Corrupted MNIST: {run} of "

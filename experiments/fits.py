@@ -6,8 +6,10 @@ import torch
 
 from experiments.cost import Cost, measured
 from experiments.methods import NEEDED_CURVATURE, Problem, block_curvature, feasible_projection, reduced_posterior
-from sublaplace import Basis, BlockPrecision, SubspaceLaplace, SubspacePosterior
+from sublaplace import Basis, BlockPrecision, SubspacePosterior
+from sublaplace.fitting import tuned_prior
 from sublaplace.projection import Projection
+from sublaplace.survey import survey_of
 
 
 @dataclass(frozen=True)
@@ -15,16 +17,16 @@ class Fits:
     """Costs of P include the curvature that it is built from, also where that was at hand."""
 
     problem: Problem
-    _curvature_costs: dict[tuple[str, torch.dtype], Cost] = field(default_factory=dict)
+    _curvatures: dict[tuple[str, torch.dtype], tuple[BlockPrecision, Cost]] = field(default_factory=dict)
     _leading: dict[str, tuple[SubspacePosterior, Cost]] = field(default_factory=dict)
 
     def curvature(self, kind: str, problem: Problem | None = None) -> tuple[BlockPrecision, Cost]:
         """The KFAC or diagonal approximation over all parameters; of the same problem in another type, if given."""
         problem = problem or self.problem
         key = kind, problem.dtype
-        if key not in self._curvature_costs:
-            _, self._curvature_costs[key] = measured(lambda: block_curvature(problem, kind))
-        return block_curvature(problem, kind), self._curvature_costs[key]
+        if key not in self._curvatures:
+            self._curvatures[key] = measured(lambda: block_curvature(problem, kind))
+        return self._curvatures[key]
 
     def projection(self, name: str, dim: int) -> tuple[Projection, Cost]:
         """P of a feasible projector."""
@@ -50,18 +52,10 @@ class Fits:
 
     def best_prior(self) -> float:
         """λ that maximises the evidence of the KFAC approximation, as the paper chose its λ."""
-        la = SubspaceLaplace(
-            self.problem.network,
-            self.problem.dataset.likelihood,
-            projector="subset-magnitude",
-            dim=1,
-            prior_precision="marglik",
-            noise_std=self.problem.noise_std,
-            direction_tolerance=self.problem.recipe.direction_tolerance,
-        )
-        prior = la.fit(self.problem.loader).prior_precision
-        assert prior is not None
-        return prior
+        self.curvature("kfac")
+        context = self.problem.context
+        survey, _ = survey_of(self.problem.loader, context.linearization, context.stream.likelihood)
+        return tuned_prior(context, survey)
 
 
 def _detached(posterior: SubspacePosterior, dim: int) -> SubspacePosterior:

@@ -214,7 +214,7 @@ class SeedRun:
         """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dims = self.recipe.compared_dims
-        cost = self._fits.curvature(KFAC)[1]
+        cost = self._fits.curvature(KFAC)[1]  # that outside; or that which P is built from, so that it counts once
         if needed := NEEDED_CURVATURE.get(method.projector):
             cost = self._fits.curvature(needed, problem)[1]
         projection, more = measured(lambda: complemented_projection(problem, method, max(dims), exact))

@@ -168,7 +168,7 @@ def fit(
         prior = settings.prior_precision
         if prior is None:
             with _noted(stages, "prior precision", linearization.device):
-                prior = _tuned(context, survey)
+                prior = tuned_prior(context, survey)
         context = replace(context, prior_precision=prior)
         posterior, certificate = _posterior(settings, context, stages)
         if settings.dim == AUTO and held_back is not None:
@@ -285,7 +285,7 @@ def _fitting_dim(settings: Settings, linearization: Linearization) -> int:
     return dim
 
 
-def _tuned(context: ProjectorContext, survey: Survey) -> float:
+def tuned_prior(context: ProjectorContext, survey: Survey) -> float:
     """λ from the evidence of the KFAC approximation, before P is built, as in the paper."""
     linearization = context.linearization
     squared_norm = float(linearization.layout.flat(linearization.model).double().square().sum())

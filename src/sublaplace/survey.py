@@ -69,9 +69,9 @@ def survey_of(
     loader: Iterable[Any],
     linearization: Linearization,
     likelihood: Likelihood,
-    estimated_noise: NoiseEstimate | None,
-    reservoir_for: Callable[[int], Reservoir | None],
-    progress: bool,
+    estimated_noise: NoiseEstimate | None = None,
+    reservoir_for: Callable[[int], Reservoir | None] = lambda _: None,
+    progress: bool = False,
 ) -> tuple[Survey, Reservoir | None]:
     """One forward pass over the data. `reservoir_for` C outputs gives what X′ is drawn into, if it is drawn."""
     total, counted, fixed, largest = 0, 0.0, 0.0, 0.0

@@ -376,7 +376,8 @@ class SeedRun:
         for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
             scores[s] |= values
         if (name, job.complement) in OWN_PRIOR and not self.recipe.large:
-            dims = sweep.dims if name == KFAC else [s for s in sweep.dims if s in self.recipe.compared_dims]
+            compared = {min(s, sweep.dims[-1]) for s in self.recipe.compared_dims}  # the rank may be lower
+            dims = sweep.dims if name == KFAC else sorted(compared.intersection(sweep.dims))
             priors = [self.recipe.prior_precision * factor for factor in PRIOR_FACTORS]
             for s, values in own_prior_scores(problem, test_set, sweep, dims, priors).items() if dims else ():
                 scores[s] |= values

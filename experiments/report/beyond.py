@@ -110,8 +110,8 @@ def scores(measurements: Measurements, dataset: str) -> Table:
             found = [estimate_up_to(measurements, dataset, method, m, s) for m in metrics]
             if all(estimate is None for estimate in found) or (method in ("map", "kfac") and s != COMPARED_DIMS[0]):
                 continue
-            own = [measurements.estimate(dataset, method, f"own_{m}", s) for m in metrics]
-            prior = measurements.estimate(dataset, method, "own_prior_precision", s)
+            own = [estimate_up_to(measurements, dataset, method, f"own_{m}", s) for m in metrics]
+            prior = estimate_up_to(measurements, dataset, method, "own_prior_precision", s)
             cells = [cell for pair in zip(found, own, strict=True) for cell in map(_short, pair)]
             label = NOTHING if method in ("map", "kfac") else str(s)
             rows.append([method, label, *cells, number(prior.mean if prior else None)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.recipes import RECIPES
 from experiments.results import Results, Row
 
 SMALL_DIM = 20  # up to here s has a figure of its own
@@ -66,9 +67,8 @@ class Measurements:
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = pd.DataFrame(
-            [vars(row) | {"method": method_name(row.projector, row.inputs, row.complement)} for row in rows]
-        )
+        named = [vars(row) | {"method": method_name(row.projector, row.inputs, row.complement)} for row in rows]
+        self.rows = pd.DataFrame(sorted(named, key=lambda row: _place(row["dataset"])))
         # By data set, method and metric: for every s the value of every seed.
         self._values: dict[tuple[str, str, str], dict[int | None, dict[int, float]]] = {}
         for row in self.rows.itertuples():
@@ -125,6 +125,12 @@ class Measurements:
         """The seeds of a data set; the ensemble, one for all seeds, does not count."""
         chosen = (self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")
         return sorted(int(seed) for seed in self.rows.loc[chosen, "seed"].unique())
+
+
+def _place(dataset: str) -> tuple[int, str]:
+    """Data sets stand in the order of the recipes, each before its corrupted versions, others last."""
+    name = dataset.split("-c/")[0]
+    return list(RECIPES).index(name) if name in RECIPES else len(RECIPES), dataset
 
 
 def method_name(projector: str, inputs: str, complement: str) -> str:
@@ -194,7 +200,9 @@ def with_error(estimate: Estimate | Quote | None, digits: int | None = None) -> 
     error = estimate.standard_error
     if error is None:
         return text
-    return f"{text} ({f'{error:.2g}' if digits is None else number(error, digits)})"
+    if digits is None and error < 99.5:
+        return f"{text} ({error:.2g})".replace("-", "−")
+    return f"{text} ({number(error, digits or 0)})"
 
 
 def signed(value: float, digits: int) -> str:

@@ -146,6 +146,8 @@ def test_a_difference_counts_standard_errors_beyond_rounding() -> None:
         (number(None), "–"),
         (with_error(Estimate(0.25, 0.0012, 5), 3), "0.250 (0.001)"),
         (with_error(Estimate(0.25, None, 1), 3), "0.250"),
+        (with_error(Estimate(827.6, 104.2, 5)), "827.6 (104)"),
+        (with_error(Estimate(2.5e-14, 5.7e-15, 5)), "2.5e−14 (5.7e−15)"),
         (signed(0.004, 3), "+0.004"),
         (signed(-0.004, 3), "−0.004"),
         (signed(0.0001, 3), "0.000"),

@@ -5,18 +5,27 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from experiments.cost import Cost, measured
-from experiments.methods import NEEDED_CURVATURE, Problem, block_curvature, feasible_projection, reduced_posterior
-from sublaplace import Basis, BlockPrecision, SubspacePosterior
+from experiments.methods import (
+    NEEDED_CURVATURE,
+    Exact,
+    Problem,
+    block_curvature,
+    exact_posterior,
+    feasible_projection,
+    reduced_posterior,
+)
+from sublaplace import Basis, BlockPrecision, DensePrecision, SubspacePosterior
 from sublaplace.fitting import tuned_prior
 from sublaplace.projection import Projection
 from sublaplace.survey import survey_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fits:
     """Costs of P include the curvature that it is built from, also where that was at hand."""
 
     problem: Problem
+    dense: DensePrecision | None = None  # where it may be used in place of passes over the data
     _curvatures: dict[tuple[str, torch.dtype], tuple[BlockPrecision, Cost]] = field(default_factory=dict)
     _leading: dict[str, tuple[SubspacePosterior, Cost]] = field(default_factory=dict)
 
@@ -28,6 +37,13 @@ class Fits:
             self._curvatures[key] = measured(lambda: block_curvature(problem, kind))
         return self._curvatures[key]
 
+    def exact(self, problem: Problem) -> tuple[Exact, Cost]:
+        """The full posterior of the same problem in float64."""
+        exact, cost = measured(lambda: exact_posterior(problem))
+        # Passes of the first seed show what they cost; for the others, the p × p GGN takes their place.
+        self.dense = exact if isinstance(exact, DensePrecision) and problem.seed else None
+        return exact, cost
+
     def projection(self, name: str, dim: int) -> tuple[Projection, Cost]:
         """P of a feasible projector."""
         needed = NEEDED_CURVATURE.get(name)
@@ -35,14 +51,15 @@ class Fits:
         projection, cost = measured(lambda: feasible_projection(name, self.problem, dim))
         return projection, before.then(cost) if before else cost
 
-    def posterior(self, name: str, dim: int) -> tuple[SubspacePosterior, Cost, Cost]:
-        """The posterior of a feasible projector, and the costs of P and of the posterior in its span."""
+    def posterior(self, name: str, dim: int) -> tuple[SubspacePosterior, Cost, Cost | None]:
+        """The posterior of a feasible projector, and the costs of P and, where it was a pass over the data, of the
+        posterior in its span."""
         projection, cost = self.projection(name, dim)
-        posterior, fit = measured(lambda: reduced_posterior(self.problem, projection))
+        posterior, fit = measured(lambda: reduced_posterior(self.problem, projection, self.dense))
         needed = max(self.problem.recipe.corrupted_dims, default=0)
         if 0 < needed <= dim:
             self._leading[name] = posterior if name == "last-layer" else _detached(posterior, needed), cost
-        return posterior, cost, fit
+        return posterior, cost, fit if self.dense is None else None
 
     def leading(self, name: str) -> tuple[SubspacePosterior, Cost]:
         """The posterior that corrupted test sets need, a part of an earlier one where there was any, and P's cost."""

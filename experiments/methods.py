@@ -26,6 +26,7 @@ from sublaplace import (
     Jacobians,
     Linearization,
     ProjectorContext,
+    Subset,
     SubspacePosterior,
     low_rank,
 )
@@ -231,7 +232,7 @@ def _reduced(
     """`reduced_posterior`, and Y = GGN P without the likelihood's scale where it is asked for."""
     stream = problem.context.stream
     product: Vectors = {}
-    if isinstance(exact, DensePrecision) and isinstance(projection, Basis):
+    if isinstance(exact, DensePrecision):
         curvatures, product = _from_dense_ggn(exact, projection)
     elif with_product:
         curvatures, product = reduced_ggn_and_product(stream, projection)
@@ -241,11 +242,14 @@ def _reduced(
     return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior), product
 
 
-def _from_dense_ggn(exact: DensePrecision, projection: Basis) -> tuple[Tensor, Vectors]:
+def _from_dense_ggn(exact: DensePrecision, projection: Projection) -> tuple[Tensor, Vectors]:
     """What `reduced_ggn_and_product` gives, from the p × p GGN, at s·p² instead of a pass over the data."""
-    flat = exact.layout.flatten(projection.vectors)
-    product = flat.double() @ exact.ggn / exact.scale
-    return (flat.double() @ product.T)[None], exact.layout.unflatten(product.to(flat.dtype))
+    if isinstance(projection, Subset):
+        product = exact.ggn[projection.indices] / exact.scale
+        return product[:, projection.indices][None], exact.layout.unflatten(product.to(projection.dtype))
+    P = projection.matrix()
+    product = P.T.double() @ exact.ggn / exact.scale
+    return (product @ P.double())[None], exact.layout.unflatten(product.to(P.dtype))
 
 
 def complemented_projection(problem: Problem, method: Complemented, dim: int, exact: Exact | None) -> Projection:

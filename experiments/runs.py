@@ -24,7 +24,6 @@ from experiments.methods import (
     complemented_posteriors,
     complemented_projection,
     drawn,
-    exact_posterior,
     optimal_projection,
     outputs_of,
     reduced_posterior,
@@ -165,7 +164,7 @@ class SeedRun:
             return
         problem = self.problem.to(torch.float64)
         todo.say("exact GGN")
-        exact, cost = measured(lambda: exact_posterior(problem))
+        exact, cost = self._fits.exact(problem)
         whole = WholeSweep(exact, [problem.linearization.layout.num_parameters])
         for test_set in missing:
             (joint,) = whole.joint_covariances(problem.jacobians(self.draw(test_set)))
@@ -242,7 +241,7 @@ class SeedRun:
                 sweep = _sweep_of(name, posterior, dims)
                 self._finish(todo, self._job(main.name, name), main, self.problem, sweep, cost, fit)
         for method in self._complemented_left(todo, needs_exact=False):
-            self._complement(todo, method, self.problem, None, None)
+            self._complement(todo, method, self.problem, self._fits.dense, None)
         if todo.has(self._job(main.name, KFAC)):
             todo.say(KFAC)
             kfac, cost = self._fits.curvature(KFAC)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
-from sublaplace.linalg import cholesky
+from sublaplace.linalg import cholesky, symmetric_product
 from sublaplace.projection import Projection
 
 
@@ -113,8 +113,7 @@ class SubspacePosterior:
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         """Σ_P over all inputs together: (nK, nK)."""
-        W = torch.cat([self.whitened(jacobian).flatten(0, 1) for jacobian in jacobians])
-        return W @ W.T
+        return symmetric_product(torch.cat([self.whitened(jacobian).flatten(0, 1) for jacobian in jacobians]))
 
     def traces(self, jacobian: Jacobian) -> Tensor:
         """Tr Σ_{P_s} for every leading s: (s,)."""

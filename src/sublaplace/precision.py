@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sublaplace.jacobians import Jacobian, Jacobians
 from sublaplace.joint import factored_joint_covariance
-from sublaplace.linalg import cholesky, gram
+from sublaplace.linalg import cholesky, gram, symmetric_product
 from sublaplace.memory import grouped
 from sublaplace.parameters import ParameterLayout, Vectors
 from sublaplace.parts import DiagonalPart, Part, inner_products
@@ -228,8 +228,7 @@ class DensePrecision:
         return self.covariance(jacobian).diagonal(dim1=1, dim2=2)
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        whitened = self._whitened(_dense_rows(jacobians))
-        return whitened.T @ whitened
+        return symmetric_product(self._whitened(_dense_rows(jacobians)).T)
 
     def log_determinant(self) -> Tensor:
         return 2 * self._factor.diagonal().log().sum()
@@ -267,7 +266,7 @@ class DualPrecision:
 
     @cached_property
     def _factor(self) -> Tensor:
-        inner = self.rows @ self.rows.T
+        inner = symmetric_product(self.rows)
         inner.diagonal().add_(self.prior_precision)
         return cholesky(inner, "The dual posterior precision")
 
@@ -298,7 +297,7 @@ class DualPrecision:
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         rows = _dense_rows(jacobians)
         cross = torch.linalg.solve_triangular(self._factor, self.rows @ rows.T, upper=False)
-        return (rows @ rows.T - cross.T @ cross) / self.prior_precision
+        return (symmetric_product(rows) - symmetric_product(cross.T)) / self.prior_precision
 
     def log_determinant(self) -> Tensor:
         m, p = self.rows.shape
@@ -306,7 +305,7 @@ class DualPrecision:
         return 2 * self._factor.diagonal().log().sum() + (p - m) * prior.log()
 
     def curvature_eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.rows @ self.rows.T).clamp_min(0)
+        return torch.linalg.eigvalsh(symmetric_product(self.rows)).clamp_min(0)
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
         # Λ⁻¹ (Vᵀ ε₁ + √λ ε₂) has the covariance Λ⁻¹ (VᵀV + λI) Λ⁻¹.

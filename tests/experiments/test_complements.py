@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 
 from experiments import runs, scores
+from experiments.fits import Fits
 from experiments.methods import (
     COMPLEMENTED,
     Complemented,
@@ -103,26 +104,46 @@ def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Pat
     assert found["nll"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["regression", "classification"])
-def test_the_dense_curvature_stands_for_passes_over_the_data(kind: str) -> None:
+def small_problem(kind: str, seed: int) -> Problem:
+    """In float64, with fewer parameters than rows of the GGN."""
     torch.manual_seed(0)
     if kind == "regression":
         recipe, data, network = PLAIN, regression(), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
     else:
         network = nn.Sequential(nn.AvgPool2d(7), nn.Flatten(), nn.Linear(16, 10))
         recipe, data = IMAGES, pictures()
-    problem = Problem(recipe, data, network, 0).to(torch.float64)
+    return Problem(recipe, data, network, seed).to(torch.float64)
+
+
+@pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-magnitude", "last-layer"])
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_the_dense_curvature_stands_for_passes_over_the_data(kind: str, projector: str) -> None:
+    problem = small_problem(kind, 0)
     exact = problem.context.exact()
     assert isinstance(exact, DensePrecision)
-    projection = feasible_projection("lowrank-kfac", problem, 12)
+    projection = feasible_projection(projector, problem, 12)
     by_pass, by_matrix = (reduced_posterior(problem, projection, known) for known in (None, exact))
     torch.testing.assert_close(by_matrix.curvature, by_pass.curvature, rtol=1e-10, atol=1e-10)
-    jacobian = next(iter(problem.jacobians(data.test_inputs)))
+    jacobian = next(iter(problem.jacobians(problem.dataset.test_inputs)))
     by_passes, by_matrix = (
         complemented_posteriors(problem, COMPLEMENTED[0], projection, [5, 12], known)[5].covariance(jacobian)
         for known in (None, exact)
     )
     torch.testing.assert_close(by_matrix, by_passes, rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_seed_shows_what_passes_cost_and_the_others_do_without() -> None:
+    problems = [small_problem("regression", seed) for seed in (0, 1)]
+    first, second = (Fits(problem) for problem in problems)
+    for fits, problem in zip((first, second), problems, strict=True):
+        fits.exact(problem)
+    assert first.dense is None and second.dense is not None
+    _, _, cost = first.posterior("subset-magnitude", 5)
+    assert cost is not None and cost.seconds > 0
+    posterior, _, no_cost = second.posterior("subset-magnitude", 5)
+    assert no_cost is None
+    by_pass = reduced_posterior(problems[1], posterior.projection)
+    torch.testing.assert_close(posterior.curvature, by_pass.curvature, rtol=1e-10, atol=1e-10)
 
 
 def test_classification_has_every_candidate(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from tqdm import tqdm
 
-from experiments import datasets, runs
+from experiments import datasets, fits, runs
 from experiments import scores as scoring
 from experiments.__main__ import main
 from experiments.cost import Cost, measured
@@ -394,7 +394,7 @@ def test_a_missing_job_is_done_again_without_the_exact_ggn(tmp_path: Path, monke
     lines = results.path.read_text().splitlines(keepends=True)
     results.path.write_text("".join(line for line in lines if ",lowrank-diagonal," not in line))
     assert len(values(results)) < len(expected)
-    monkeypatch.setattr(runs, "exact_posterior", lambda _: pytest.fail("the covariance is on disk"))
+    monkeypatch.setattr(fits, "exact_posterior", lambda _: pytest.fail("the covariance is on disk"))
     runs.run(TINY, regression(), [0], results, tmp_path)
     assert values(results) == expected
 

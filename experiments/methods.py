@@ -71,6 +71,8 @@ PERTURBATION = 0.1  # of the standard deviation of each feature
 
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it
 
+BUDGET, LARGE_BUDGET = 2**30, 2**32  # bytes for temporary chunks; with less, large networks run over X′ more often
+
 Exact = DensePrecision | DualPrecision
 
 
@@ -103,7 +105,8 @@ class Problem:
 
     @cached_property
     def linearization(self) -> Linearization:
-        return Linearization(self.network, num_vectors=self.recipe.largest_dim)
+        budget = LARGE_BUDGET if self.recipe.large else BUDGET
+        return Linearization(self.network, memory_budget=budget, num_vectors=self.recipe.largest_dim)
 
     @cached_property
     def context(self) -> ProjectorContext:

@@ -339,10 +339,7 @@ class SeedRun:
             if todo.has(self._job(test_set.name, TEMPERATURE)):
                 self._temperature(todo, test_set)
             wanted = {name: s for name, s in sweeps.items() if todo.has(self._job(test_set.name, name))}
-            predictive = predictive_scores(self.problem, test_set, wanted)
-            for name, sweep in wanted.items():
-                approximation = self._approximation(test_set, self.problem, sweep)
-                scores = {s: approximation[s] | predictive[name][s] for s in sweep.dims}
+            for name, scores in self._scores(test_set, self.problem, wanted).items():
                 job = self._job(test_set.name, name)
                 self._write(todo, {job: scores}, costs[name], self._note(self.problem, corrupted=True))
 
@@ -350,12 +347,23 @@ class SeedRun:
 
     def draw(self, test_set: TestSet) -> Tensor:
         """The test inputs on which posteriors are compared with the full one; the same ones of every corruption."""
-        return test_set.inputs[drawn(len(test_set.inputs), self.recipe.num_inputs, self.problem.seed, "test inputs")]
+        return test_set.inputs[self._places_of_draw(test_set)]
+
+    def _places_of_draw(self, test_set: TestSet) -> Tensor:
+        return drawn(len(test_set.inputs), self.recipe.num_inputs, self.problem.seed, "test inputs")
 
     def _approximation(self, test_set: TestSet, problem: Problem, sweep: Sweep) -> dict[int, Scores]:
         reference = self.reference(test_set)
-        assert self.recipe.large or reference is not None, "the exact jobs leave a reference"
+        assert reference is not None, "the exact jobs leave a reference"
         return approximation_scores(problem, self.draw(test_set), sweep, reference)
+
+    def _scores(self, test_set: TestSet, problem: Problem, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
+        """All that is known of posteriors on a test set; of large networks, without the full one, only the trace."""
+        if self.recipe.large:
+            return predictive_scores(problem, test_set, sweeps, traced=self._places_of_draw(test_set))
+        predictive = predictive_scores(problem, test_set, sweeps)
+        near = {name: self._approximation(test_set, problem, sweep) for name, sweep in sweeps.items()}
+        return {name: {s: near[name][s] | predictive[name][s] for s in sweep.dims} for name, sweep in sweeps.items()}
 
     def _finish(
         self,
@@ -371,9 +379,7 @@ class SeedRun:
     ) -> None:
         """Scores a posterior and writes its rows, with other numbers: `extra` do not depend on s, `of_dims` do."""
         name = job.projector
-        scores = self._approximation(test_set, problem, sweep)
-        for s, values in predictive_scores(problem, test_set, {name: sweep})[name].items():
-            scores[s] |= values
+        scores = self._scores(test_set, problem, {name: sweep})[name]
         if (name, job.complement) in OWN_PRIOR and not self.recipe.large:
             compared = {min(s, sweep.dims[-1]) for s in self.recipe.compared_dims}  # the rank may be lower
             dims = sweep.dims if name == KFAC else sorted(compared.intersection(sweep.dims))

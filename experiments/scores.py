@@ -18,19 +18,16 @@ Scores = dict[str, float]
 Key = TypeVar("Key")
 
 
-def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor | None) -> dict[int, Scores]:
-    """For each s how near a posterior is to the full one, on drawn inputs, as far as that is known.
+def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
+    """For each s how near a posterior is to the full one, whose covariance is the reference, on drawn inputs.
 
     Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
-    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs. Without the
-    reference, the full covariance, `log_trace` alone.
+    sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
     """
     outputs = outputs_of(problem.network, inputs).double()
     scores: dict[int, Scores] = {}
     for s, covariance in zip(sweep.dims, sweep.joint_covariances(problem.jacobians(inputs)), strict=True):
         scores[s] = {"log_trace": metrics.log_trace(covariance)}
-        if reference is None:
-            continue
         if problem.noise_std is None:
             p, q = (probit(outputs, c.diagonal().view_as(outputs)) for c in (reference, covariance))
             scores[s]["kl_mean"] = metrics.kl_categorical(p, q)
@@ -42,8 +39,13 @@ def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, referen
     return scores
 
 
-def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
-    """For each posterior and s how well the whole test set is predicted; one pass for all of them."""
+def predictive_scores(
+    problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep], traced: Tensor | None = None
+) -> dict[str, dict[int, Scores]]:
+    """For each posterior and s how well the whole test set is predicted; one pass for all of them.
+
+    With `traced`, the places of some of the inputs, also the `log_trace` of these.
+    """
 
     def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[str, int], Tensor]]:
         for name, sweep in sweeps.items():
@@ -51,7 +53,7 @@ def predictive_scores(problem: Problem, test_set: TestSet, sweeps: dict[str, Swe
                 yield (name, s), covariance
 
     scores: dict[str, dict[int, Scores]] = {name: {} for name in sweeps}
-    for (name, s), found in _scores_of_all(problem, test_set.inputs, test_set.targets, covariances).items():
+    for (name, s), found in _scores_of_all(problem, test_set.inputs, test_set.targets, covariances, traced).items():
         scores[name][s] = found
     return scores
 
@@ -61,6 +63,7 @@ def _scores_of_all(
     inputs: Tensor,
     targets: Tensor,
     covariances: Callable[[Jacobian], Iterator[tuple[Key, Tensor]]],
+    traced: Tensor | None = None,
 ) -> dict[Key, Scores]:
     """How well targets are predicted with each of several covariances; one pass for all of them."""
     outputs: list[Tensor] = []
@@ -70,7 +73,13 @@ def _scores_of_all(
         for key, covariance in covariances(jacobian):
             parts.setdefault(key, []).append(covariance)
     mean = torch.cat(outputs)
-    return {key: _scores(problem, mean, torch.cat(part), targets) for key, part in parts.items()}
+    scores: dict[Key, Scores] = {}
+    for key, part in parts.items():
+        covariance = torch.cat(part)
+        scores[key] = _scores(problem, mean, covariance, targets)
+        if traced is not None:
+            scores[key]["log_trace"] = metrics.log_trace(covariance[traced])
+    return scores
 
 
 TUNED_OUTPUTS = 5000  # of a half of the test set, on which λ is chosen

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run the experiments; what is in the results is not done again")
     _add_what(run, nargs="*")
     run.add_argument("--results", type=Path, default=RESULTS)
+    run.add_argument("--methods", nargs="+", default=(), help="only these, by their names in the results")
     run.add_argument("--smoke", action="store_true", help="tiny cuts of two data sets, into a temporary file")
     run.set_defaults(command=_run)
 
@@ -124,10 +125,12 @@ def _run(options: argparse.Namespace) -> None:
         return
     if not options.dataset:
         raise SystemExit("error: name the data sets to run, or give --smoke.")
+    if unknown := [method for method in options.methods if method not in runs.METHODS]:
+        raise SystemExit(f"error: unknown method '{unknown[0]}'; choose of {', '.join(runs.METHODS)}.")
     for name in _checked_names(options):
         recipe, results = RECIPES[name], Results(options.results)
         seeds, corruptions = _seeds(options, recipe), corruptions_of(recipe)
-        runs.run(recipe, datasets.load(name), seeds, results, COMPUTED, corruptions)
+        runs.run(recipe, datasets.load(name), seeds, results, COMPUTED, corruptions, options.methods)
 
 
 def _scale(options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The experiments: every posterior on every test set of a data set, seed by seed, written down job by job."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,13 +43,14 @@ from experiments.scores import (
 from experiments.sensitivity import HEAT_MAP_SHAPE, dead_percent, keep_heat_map, sensitivities
 from experiments.sweeps import CertainSweep, ComplementSweep, SubspaceSweep, Sweep, WholeSweep, capped
 from experiments.training import held_out, trained_network
-from sublaplace import Jacobians, SubspaceLaplace, SubspacePosterior
+from sublaplace import PROJECTORS, Jacobians, SubspaceLaplace, SubspacePosterior
 
 # Names beside those of the library's projectors.
 OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
 FULL, KFAC, MAP, TEMPERATURE, ENSEMBLE = "full", "kfac", "map", "temperature", "ensemble"
 CERTIFIED = "certified-lowrank-kfac"  # how much of the full trace lowrank-kfac captures for certain
 EXACT = (FULL, "lowrank-ggn", OPTIMUM)
+METHODS = tuple(dict.fromkeys((*EXACT, *PROJECTORS, KFAC, MAP, TEMPERATURE, ENSEMBLE, CERTIFIED)))
 
 ENSEMBLE_SIZE = 5
 OWN_PRIOR = (
@@ -69,15 +70,17 @@ def run(
     results: Results,
     computed: Path,
     corruptions: Sequence[str] = (),
+    methods: Collection[str] = (),
 ) -> None:
-    """All jobs of a data set that are not in the results yet; networks are trained where they are missing."""
+    """All jobs of a data set (or those of some methods) that are not in the results yet; networks are trained where
+    they are missing."""
     dataset, unscored = scored_part(recipe, dataset)
     sets = scored_sets(recipe, dataset, corruptions)
     for seed in seeds:
         network = trained_network(recipe, dataset, seed, computed / "weights")
         problem = Problem(recipe, dataset, network, seed).to(recipe.dtype)
-        SeedRun(problem, sets, results, computed, unscored).run()
-    if len(seeds) >= ENSEMBLE_SIZE:
+        SeedRun(problem, sets, results, computed, unscored, methods).run()
+    if len(seeds) >= ENSEMBLE_SIZE and (not methods or ENSEMBLE in methods):
         networks = [trained_network(recipe, dataset, seed, computed / "weights") for seed in seeds[:ENSEMBLE_SIZE]]
         _run_ensemble(recipe, dataset, networks, sets, results)
 
@@ -109,6 +112,7 @@ class SeedRun:
     results: Results
     computed: Path
     unscored: TestSet | None = None  # test data that are not scored, where there are any
+    methods: Collection[str] = ()  # by their names in the results; without any, all
 
     @property
     def recipe(self) -> Recipe:
@@ -137,7 +141,8 @@ class SeedRun:
         if self.recipe.certified_dims:
             jobs.append(self._job(main, CERTIFIED))
         full = () if large else (FULL,)
-        return jobs + [self._job(name, method) for name in corrupted for method in (*full, *FEASIBLE, *plain)]
+        jobs += [self._job(name, method) for name in corrupted for method in (*full, *FEASIBLE, *plain)]
+        return [job for job in jobs if not self.methods or job.projector in self.methods]
 
     @property
     def _has_temperature(self) -> bool:
@@ -329,9 +334,10 @@ class SeedRun:
         sweeps: dict[str, Sweep] = {MAP: CertainSweep([0])}
         costs: dict[str, Cost | None] = {MAP: None}
         for name in FEASIBLE:
-            todo.say(f"{name} for corrupted inputs")
-            posterior, costs[name] = self._fits.leading(name)
-            sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
+            if any(todo.has(self._job(test_set.name, name)) for test_set in corrupted):
+                todo.say(f"{name} for corrupted inputs")
+                posterior, costs[name] = self._fits.leading(name)
+                sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
         kfac, costs[KFAC] = self._fits.curvature(KFAC)
         sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
         for test_set in corrupted:

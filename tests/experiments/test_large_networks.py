@@ -104,7 +104,8 @@ def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, probl
         subspace_inputs=problem.context.subspace_jacobians.inputs,
     ).fit(problem.loader)
     assert sum(float(weights.sum()) for _, _, weights in problem.loader) == pytest.approx(60)
-    clean, corrupted = scored_sets(RECIPE, problem.dataset, [CORRUPTION])
+    clean, corrupted = sets = scored_sets(RECIPE, problem.dataset, [CORRUPTION])
+    run = runs.SeedRun(problem, sets, Results(folder / "other.csv"), folder)
     for test_set in (clean, corrupted):
         rows = [
             row for row in rows_of(folder, test_set.name) if (row.projector, row.complement) == ("lowrank-kfac", "")
@@ -113,6 +114,9 @@ def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, probl
         assert metrics.nll(la.predict(test_set.inputs.double()).probabilities, test_set.targets) == pytest.approx(
             found, rel=1e-6
         )
+        (found,) = {row.value for row in rows if (row.s, row.metric) == (16, "log_trace")}
+        drawn = la.functional_covariance(run.draw(test_set).double(), joint=True)
+        assert metrics.log_trace(drawn) == pytest.approx(found, rel=1e-6)
 
 
 def test_corrupted_pictures_are_some_of_the_scored_ones_at_all_severities(folder: Path) -> None:

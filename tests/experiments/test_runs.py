@@ -399,6 +399,17 @@ def test_a_missing_job_is_done_again_without_the_exact_ggn(tmp_path: Path, monke
     assert values(results) == expected
 
 
+def test_some_methods_alone_give_the_rows_that_they_have_among_all(tmp_path: Path) -> None:
+    some = Results(tmp_path / "some.csv")
+    runs.run(TINY, regression(), [0], some, tmp_path, methods=["map", "lowrank-diagonal"])
+    assert {row.projector for row in some.rows()} == {"map", "lowrank-diagonal"}
+    everything = Results(tmp_path / "all.csv")
+    runs.run(TINY, regression(), [0], everything, tmp_path)
+    assert values(some).items() < values(everything).items()
+    runs.run(TINY, regression(), [0], some, tmp_path)
+    assert values(some) == values(everything)
+
+
 def test_a_reference_of_another_recipe_is_not_used(tmp_path: Path) -> None:
     first, second = Results(tmp_path / "a.csv"), Results(tmp_path / "b.csv")
     runs.run(TINY, regression(), [0], first, tmp_path)
@@ -443,6 +454,8 @@ def test_commands_explain_bad_input(capsys: pytest.CaptureFixture[str], monkeypa
         main(["train", "iris"])
     with pytest.raises(SystemExit, match="name the data sets to run, or give --smoke"):
         main(["run"])
+    with pytest.raises(SystemExit, match=r"unknown method 'swag'; choose of full, lowrank-ggn"):
+        main(["run", "enb", "--methods", "map", "swag"])
     monkeypatch.setenv("SUBLAPLACE_DATA", "/nowhere/at/all")
     assert main(["train", "enb", "--seeds", "1"]) == 1
     assert "SUBLAPLACE_DATA=/nowhere/at/all is not a folder" in capsys.readouterr().err

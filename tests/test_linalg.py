@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sublaplace.linalg import gram, symmetric_product
+from sublaplace.linalg import gram, orthonormalise, symmetric_product
 
 
 def randn(*shape, dtype=torch.float64):
@@ -31,3 +31,20 @@ def test_gram_sums_over_the_parameters_in_float64_piece_by_piece():
     assert found.dtype == torch.float64
     expected = whole @ whole.T
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 5e-7), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e6])
+def test_vectors_become_orthonormal_and_leading_ones_keep_their_span(dtype, most, condition):
+    generator = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(400, 12, dtype=torch.float64, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=generator))
+    singular = torch.logspace(0, -torch.tensor(condition).log10().item(), 12, dtype=torch.float64)
+    given = ((left * singular) @ right).T.to(dtype)
+    basis = orthonormalise({"a": given[:, :300].clone(), "b": given[:, 300:].clone()})
+    found = torch.cat([basis["a"], basis["b"]], dim=1).double()
+    assert (found @ found.T - torch.eye(12)).abs().max() <= most
+    expected, _ = torch.linalg.qr(given.double().T)
+    for s in (1, 5, 12):
+        inside = expected[:, :s].T @ found[:s].T
+        assert torch.allclose(inside @ inside.T, torch.eye(s).double(), atol=100 * most)

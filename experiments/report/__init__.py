@@ -4,25 +4,18 @@ import math
 from pathlib import Path
 
 from experiments.recipes import COMPARED_DIMS
-from experiments.report import beyond, costs, figures, large, tables
+from experiments.report import beyond, costs, facts, figures, large, tables
 from experiments.report.checks import FEASIBLE, OPTIMUM, divergence_check, trace_checks
 from experiments.report.document import Block, Bullets, Document, Figure, Figures, Paragraph, Section
+from experiments.report.evidence import FIGURE_1, TABLE_1, Finding
 from experiments.report.figures import Panel
-from experiments.report.findings import (
-    FIGURE_1,
-    Finding,
-    agreement_sentences,
-    beside_baselines,
-    findings,
-    summary,
-)
-from experiments.report.numbers import SMALL_DIM, Measurements, Published, counted, on_grid
+from experiments.report.findings import agreement_sentences, beside_baselines, findings, summary
+from experiments.report.numbers import PAPER_SEEDS, SMALL_DIM, Measurements, Published, counted, on_grid
 
-REMARKS = Path(__file__).resolve().parents[1] / "findings.md"
+TEXTS = Path(__file__).resolve().parents[1]
 CORRUPTED = "mnist_c_approximation_quality"
 SHOWN_VIOLATIONS = 20
 CORRUPTED_COLOUR = "ood_extended"
-TABLE_1 = "eval_uq_extended"
 DRAWN = (*FEASIBLE, "last-layer", OPTIMUM, "full")
 
 
@@ -57,6 +50,7 @@ class _Report:
     def document(self) -> Document:
         sections = [
             self._findings(),
+            Section("How to read the tables", [_bullets("reading.md", 0)]),
             self._coverage(),
             self._figure_1(),
             self._figure_2(),
@@ -72,13 +66,13 @@ class _Report:
             self._prior(),
             self._costs(),
             self._remarks(),
-            Section("Names", [tables.names(self.published)]),
+            Section("Names", [_bullets("reading.md", 1), facts.names(self.published)]),
         ]
         introduction = (
             "The experiments of Faller and Martin, Low Rank Based Subspace Inference for the Laplace Approximation of "
             "Bayesian Neural Networks (AISTATS 2026), run with sublaplace. Every number of ours is computed from "
-            "results.csv, every number of the paper from published/*.csv. Numbers in parentheses are standard errors "
-            "over seeds; −∞ is the logarithm of a trace that is zero in at least one seed."
+            "results.csv, every number of the paper from published/*.csv; −∞ is the logarithm of a trace that is zero "
+            "in at least one seed."
         )
         return Document("Reproduction of the paper", introduction, sections)
 
@@ -105,7 +99,7 @@ class _Report:
         run = sum("lowrank-kfac" in self.measurements.methods(dataset) for dataset in corrupted)
         blocks: list[Block] = [
             Paragraph(
-                f"The paper has {tables.PAPER_SEEDS} seeds of each data set. Corrupted MNIST: {run} of "
+                f"The paper has {PAPER_SEEDS} seeds of each data set. Corrupted MNIST: {run} of "
                 f"{counted(len(corrupted), 'corruption')} run; the corrupted pictures were generated, as the published "
                 "ones cannot be had again."
             ),
@@ -139,7 +133,7 @@ class _Report:
         for dataset in self.clean:
             largest = self.largest.get(dataset, math.inf)
             blocks.append(tables.divergences(self.measurements, dataset, (*FEASIBLE, OPTIMUM), largest))
-        blocks.append(tables.ranks(self.measurements, self.published))
+        blocks.append(facts.ranks(self.measurements, self.published))
         return Section("Figure 1: faithfulness to the full posterior", blocks)
 
     def _figure_2(self) -> Section:
@@ -158,7 +152,8 @@ class _Report:
             "No trace of a full posterior is known here, but it lies between two bounds, and with it the share that a "
             "subspace captures. The lower limit is certain; the upper one is the trace over that of the largest s."
         )
-        blocks += [Paragraph(text), large.certified_shares(self.measurements, self.large)]
+        shares = large.certified_shares(self.measurements, self.large)
+        blocks += [Paragraph(text), shares if shares.rows else Paragraph(f"{tables.NOT_RUN.capitalize()}.")]
         blocks.append(large.accuracies(self.measurements, self.large))
         return Section(title, blocks)
 
@@ -172,7 +167,7 @@ class _Report:
                 continue
             lines = tables.lines_of(self.published, table, dataset)
             for metric in self.published.distinct(table, "metric"):
-                caption = f"{dataset}, {tables.title(metric)}"
+                caption = f"{dataset}, {tables.title(metric)}{large.cut(dataset, self.published)}"
                 blocks.append(tables.beside_paper(self.measurements, self.published, table, metric, lines, caption))
         blocks.append(tables.agreement_table(self.measurements, self.published, self.compared))
         return Section("Table 1 and its extension", blocks)
@@ -184,6 +179,7 @@ class _Report:
             for metric in self.published.distinct(table, "metric"):
                 caption = f"Corrupted MNIST, s = {lines[0].s}, {tables.title(metric)}"
                 blocks.append(tables.beside_paper(self.measurements, self.published, table, metric, lines, caption))
+        blocks += self._corrupted_baselines("mnist-c/", 100)
         cells = counted(len(self.published.tables[CORRUPTED_COLOUR]), "cell")
         if not any(dataset.startswith("cifar10-c/") for dataset in self.measurements.datasets):
             blocks.append(Paragraph(f"Corrupted CIFAR10 (Table 2 and its extension, {cells}): {tables.NOT_RUN}."))
@@ -193,14 +189,23 @@ class _Report:
             lines = tables.lines_of(self.published, CORRUPTED_COLOUR)
             beside = tables.beside_paper(self.measurements, self.published, CORRUPTED_COLOUR, metric, lines, caption)
             blocks.append(beside)
+        blocks += self._corrupted_baselines("cifar10-c/", 200)
         return Section("Corrupted data", blocks)
+
+    def _corrupted_baselines(self, prefix: str, s: int) -> list[Block]:
+        datasets = [dataset for dataset in self.measurements.datasets if dataset.startswith(prefix)]
+        found = [
+            tables.corrupted_baselines(self.measurements, datasets, s, m) for m in ("nll", "ece", "brier") if datasets
+        ]
+        return [table for table in found if table.rows]
 
     def _likelihoods(self) -> Section:
         drawn = [
             self._curves(dataset, f"nll-{dataset}", [Panel("nll", "NLL")], (*DRAWN, "map"))
             for dataset in (*self.clean, *self.large)
         ]
-        return Section("NLL against s", [Figures("NLL on the whole test set; the key is that of Figure 1.", drawn)])
+        caption = "NLL on the test set (of cifar10, on a part of it); the key is that of Figure 1."
+        return Section("NLL against s", [Figures(caption, drawn)])
 
     def _baselines(self) -> Section:
         text = (
@@ -219,10 +224,11 @@ class _Report:
             return Section(title, [Paragraph(f"{tables.NOT_RUN.capitalize()}.")])
         text = (
             "The posterior is exact in the subspace and KFAC outside of it; 'fitted kfac' has the weight of KFAC's "
-            "curvature fitted to the full posterior on training inputs that were held back. Own λ: the one with the "
+            "curvature fitted to the full posterior on training inputs that were held back. Methods marked † need the "
+            "exact curvature over all parameters: formed for these networks, so that they cost about as much as the "
+            "full posterior; from its products with vectors where it does not fit. Own λ: the one with the "
             "best NLL on one half of the test set (on at most 5,000 of its outputs), scored on the other half, and the "
-            "other way round. The optimum of "
-            "Theorem 1 binds pure subspaces only."
+            "other way round. The optimum of Theorem 1 binds pure subspaces only."
         )
         blocks: list[Block] = [Paragraph(text), Paragraph(beyond.verdict(self.measurements, datasets))]
         blocks += [beyond.divergences(self.measurements, datasets, s) for s in COMPARED_DIMS]
@@ -268,7 +274,7 @@ class _Report:
         return Section(title, [Figures(caption, drawn)])
 
     def _dead_parameters(self) -> Section:
-        blocks: list[Block] = [tables.dead_parameters(self.measurements, self.published)]
+        blocks: list[Block] = [facts.dead_parameters(self.measurements, self.published)]
         paths = {d: self.folder / f"dead_parameters-{d}.npz" for d in ("enb", "california")}
         drawn = [figures.heat_map(path, dataset) for dataset, path in paths.items() if path.exists()]
         if drawn:
@@ -280,7 +286,7 @@ class _Report:
         return Section("Dead parameters", blocks)
 
     def _prior(self) -> Section:
-        return Section("Prior precision", [tables.prior_precisions(self.measurements, self.published)])
+        return Section("Prior precision", [facts.prior_precisions(self.measurements, self.published)])
 
     def _costs(self) -> Section:
         blocks: list[Block] = [
@@ -294,6 +300,15 @@ class _Report:
         return Section("Cost and memory", blocks)
 
     def _remarks(self) -> Section:
-        """What differs from the paper by intent, as the file findings.md has it: one bullet a difference."""
-        lines = REMARKS.read_text(encoding="utf-8").split("\n- ")[1:]
-        return Section("What differs from the paper, and why", [Bullets([" ".join(line.split()) for line in lines])])
+        """What differs from the paper by intent."""
+        return Section("What differs from the paper, and why", [_bullets("findings.md")])
+
+
+def _bullets(name: str, part: int = 0) -> Bullets:
+    """The list in one part of a text beside the experiments; what is in bold at the start of an item leads it."""
+    text = (TEXTS / name).read_text(encoding="utf-8").split("\n# ")[part]
+    items = [" ".join(item.split()) for item in text.split("\n- ")[1:]]
+    if not items[0].startswith("**"):
+        return Bullets(items)
+    leads, rest = zip(*(item.removeprefix("**").split("** ", 1) for item in items), strict=True)
+    return Bullets(rest, leads)

@@ -1,16 +1,19 @@
 """Beyond the paper: KFAC outside of the subspace, at the paper's prior precision and at each posterior's own."""
 
+import math
 from collections.abc import Sequence
 
 from experiments.methods import COMPLEMENTED
-from experiments.recipes import COMPARED_DIMS
+from experiments.recipes import COMPARED_DIMS, RECIPES
 from experiments.report.checks import OPTIMUM
 from experiments.report.document import Strong, Table
 from experiments.report.numbers import NOTHING, Estimate, Measurements, method_name, number, with_error
 from experiments.report.tables import seeds_of, title
+from experiments.runs import PRIOR_FACTORS
 
 PAPER = "lowrank-kfac"
 COMPLEMENTS = tuple(method_name(m.projector, m.inputs, m.complement) for m in COMPLEMENTED)
+NEED_EXACT = tuple(m for m, method in zip(COMPLEMENTS, COMPLEMENTED, strict=True) if method.needs_exact)
 COMPARED = ("map", "kfac", PAPER, *COMPLEMENTS, OPTIMUM)
 BEST = method_name("lowrank-correction", "train", "kfac-fitted")
 SETS = ("enb", "redwine", "california", "naval", "fashionmnist")
@@ -24,12 +27,20 @@ def estimate_up_to(measurements: Measurements, dataset: str, method: str, metric
 
 
 def _by_seed_up_to(measurements: Measurements, dataset: str, method: str, metric: str, s: int) -> dict[int, float]:
-    if found := measurements.by_seed(dataset, method, metric, s):
-        return found
-    values = [
-        measurements.by_seed(dataset, method, metric, t) for t in measurements.all_dims(dataset, method) if t <= s
-    ]
+    values = [measurements.by_seed(dataset, method, metric, t) for t in _dims_up_to(measurements, dataset, method, s)]
     return {seed: value for by_seed in values for seed, value in by_seed.items()}
+
+
+def _dims_up_to(measurements: Measurements, dataset: str, method: str, s: int) -> list[int]:
+    """s itself where the method has it, else all dimensions below, the largest last."""
+    dims = measurements.all_dims(dataset, method) or [s]  # without any, the method has no choice of s
+    return [s] if s in dims else [t for t in dims if t <= s]
+
+
+def _rank_below(measurements: Measurements, dataset: str, method: str, s: int) -> str:
+    """', s = 308' where the rank ends a method before s."""
+    dims = _dims_up_to(measurements, dataset, method, s)
+    return "" if not dims or dims[-1] == s else f", s = {dims[-1]}"
 
 
 def _divergences_of_common_seeds(
@@ -43,20 +54,25 @@ def _divergences_of_common_seeds(
 
 
 def divergences(measurements: Measurements, datasets: Sequence[str], s: int) -> Table:
-    """KL from the full posterior, one column a data set; the least of what can be had in practice in bold."""
+    """KL from the full posterior, one column a data set; the least of those that do without the exact curvature over
+    all parameters is in bold, and the least of those that need it, if that is less."""
     columns = []
     for dataset in datasets:
         metric = measurements.divergence(dataset)
-        found = [estimate_up_to(measurements, dataset, method, metric, s) for method in COMPARED]
-        practical = [e.mean for e, method in zip(found, COMPARED, strict=True) if e is not None and method != OPTIMUM]
-        least = min(practical, default=None)
-        cells = [with_error(e) for e in found]
-        columns.append(
-            [Strong(c) if e is not None and e.mean == least else c for e, c in zip(found, cells, strict=True)]
-        )
-        columns[-1].append(seeds_of(found))
-    rows = [[name, *cells] for name, cells in zip([*COMPARED, "seeds"], zip(*columns, strict=True), strict=True)]
-    caption = f"KL from the full posterior at s = {s} (joint over the inputs; a mean an input for classification)"
+        found = {method: estimate_up_to(measurements, dataset, method, metric, s) for method in COMPARED}
+        best: list[float] = []
+        for needs_exact in (False, True):
+            least = [e.mean for m, e in found.items() if e and m != OPTIMUM and (m in NEED_EXACT) == needs_exact]
+            best += [min(least)] if least and min([*best, *least]) == min(least) else []
+        cells = [with_error(e) + _rank_below(measurements, dataset, m, s) if e else NOTHING for m, e in found.items()]
+        columns.append([Strong(c) if e and e.mean in best else c for e, c in zip(found.values(), cells, strict=True)])
+        columns[-1].append(seeds_of(list(found.values())))
+    labels = [f"{name} †" if name in NEED_EXACT else name for name in COMPARED]
+    rows = [[name, *cells] for name, cells in zip([*labels, "seeds"], zip(*columns, strict=True), strict=True)]
+    caption = (
+        f"KL from the full posterior at s = {s} (joint over the inputs; a mean an input for classification). † needs "
+        "the exact curvature over all parameters; bold: the least without it, and the least with it where that is less"
+    )
     return Table(caption, ["method", *datasets], rows)
 
 
@@ -98,7 +114,20 @@ def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
     )
     exceptions = f" (not on {', '.join(misses)})" if misses else ""
     closed = ", ".join(f"{dataset} {100 * gap:.0f} %".replace("-", "−") for dataset, gap in gaps)
-    return f"{BEST}: {held}{exceptions}. Gap to the optimum closed at s = {COMPARED_DIMS[0]}: {closed}."
+    text = f"{BEST}: {held}{exceptions}. Gap to the optimum closed at s = {COMPARED_DIMS[0]}: {closed}."
+    return f"{text} {_scores_beside_the_paper(measurements, datasets)}"
+
+
+def _scores_beside_the_paper(measurements: Measurements, datasets: Sequence[str]) -> str:
+    """Nearer to the full posterior is not the same as a better score."""
+    s, texts = COMPARED_DIMS[0], []
+    for metric, where in (("nll", "at the paper's λ"), ("own_nll", "at its own λ")):
+        pairs = [measurements.common(dataset, (BEST, PAPER), metric, s) for dataset in datasets]
+        better = sum(pair[BEST].mean < pair[PAPER].mean for pair in pairs if pair)
+        texts.append(f"{where} on {better} of {sum(map(bool, pairs))} sets")
+    return (
+        f"Its NLL at s = {s} is below that of {PAPER} {', '.join(texts)}: nearness is not the same as a better score."
+    )
 
 
 def scores(measurements: Measurements, dataset: str) -> Table:
@@ -111,14 +140,27 @@ def scores(measurements: Measurements, dataset: str) -> Table:
             if all(estimate is None for estimate in found) or (method in ("map", "kfac") and s != COMPARED_DIMS[0]):
                 continue
             own = [estimate_up_to(measurements, dataset, method, f"own_{m}", s) for m in metrics]
-            prior = estimate_up_to(measurements, dataset, method, "own_prior_precision", s)
+            priors = list(_by_seed_up_to(measurements, dataset, method, "own_prior_precision", s).values())
             cells = [cell for pair in zip(found, own, strict=True) for cell in map(_short, pair)]
-            label = NOTHING if method in ("map", "kfac") else str(s)
-            rows.append([method, label, *cells, number(prior.mean if prior else None)])
+            label = NOTHING if method in ("map", "kfac") else str(_dims_up_to(measurements, dataset, method, s)[-1])
+            rows.append([method, label, *cells, *_own_prior(dataset, priors), seeds_of([*found, *own])])
     header = [name for m in metrics for name in (title(m), f"{title(m)}, own λ")]
-    return Table(
-        f"{dataset}: scores at the paper's λ and at each posterior's own", ["method", "s", *header, "own λ"], rows, 2
+    caption = (
+        f"{dataset}: scores at the paper's λ and at each posterior's own (geometric mean over seeds; 'at the end': in "
+        f"how many seeds it is the smallest or the largest λ tried, {PRIOR_FACTORS[0]:g} and {PRIOR_FACTORS[-1]:g} "
+        "times the paper's)"
     )
+    return Table(caption, ["method", "s", *header, "own λ", "at the end", "seeds"], rows, 2)
+
+
+def _own_prior(dataset: str, priors: Sequence[float]) -> list[str]:
+    """The geometric mean of λ, and in how many seeds it is an end of the grid that it was chosen from."""
+    if not priors:
+        return [NOTHING, NOTHING]
+    ends = [RECIPES[dataset].prior_precision * factor for factor in (PRIOR_FACTORS[0], PRIOR_FACTORS[-1])]
+    at_end = sum(any(math.isclose(prior, end, rel_tol=1e-6) for end in ends) for prior in priors)
+    mean = math.exp(sum(map(math.log, priors)) / len(priors))
+    return [number(mean), f"{at_end} of {len(priors)}"]
 
 
 def _short(estimate: Estimate | None) -> str:

@@ -3,11 +3,13 @@
 import csv
 from pathlib import Path
 
+from experiments.methods import NEEDED_CURVATURE
 from experiments.report.document import Table
 from experiments.report.numbers import NOTHING, Estimate, Measurements, Published, number, with_error
 from experiments.report.tables import NOT_RUN
 
 PAPER_IMAGES = 13_000  # of ImageNet10 in the paper, about
+GROWING = (*NEEDED_CURVATURE, "subset-swag")  # projectors whose time grows with the training data
 
 
 def of_methods(measurements: Measurements) -> Table:
@@ -44,9 +46,7 @@ def ratios(measurements: Measurements, published: Published) -> Table:
     rows = []
     for projector in published.distinct("compute_time", "projector"):
         cells = [
-            number(seconds[d, projector] / seconds[d, "lowrank-kfac"], 2)
-            if (d, projector) in seconds.index
-            else NOTHING
+            f"{seconds[d, projector] / seconds[d, 'lowrank-kfac']:.2g}" if (d, projector) in seconds.index else NOTHING
             for d in datasets
         ]
         minutes = published.quote("compute_time", "imagenet10", "projector_minutes", projector)
@@ -80,7 +80,8 @@ def large_fits(path: Path, published: Published) -> Table:
         seconds, images = float(row["projector_seconds"]), int(row["num_data"])
         cells = [f"{row['network']}, {row['projector']}", row["dim"], row["num_subspace_inputs"], row["num_data"]]
         cells += [row["threads"], number(seconds, 0), number(1000 * seconds / images, 0)]
-        cells += [number(seconds / images * PAPER_IMAGES / 60, 0), _paper_minutes(published, row)]
+        grows = row["projector"] in GROWING
+        cells += [number(seconds / images * PAPER_IMAGES / 60, 0) if grows else NOTHING, _paper_minutes(published, row)]
         cells += [
             number(float(row["posterior_seconds"]), 0) if row["posterior_seconds"] else NOTHING,
             number(float(row["peak_mb"]) / 1024, 2),
@@ -89,8 +90,9 @@ def large_fits(path: Path, published: Published) -> Table:
         cells.append(f"{numbers:.3e}" if row["projector"].startswith("lowrank") else NOTHING)
         rows.append(cells)
     caption = (
-        f"Large fits with random weights. The time for {PAPER_IMAGES:,} images is extrapolated, as if all of it grew "
-        "with them; the paper's minutes are those of an A100 for about as many"
+        f"Large fits with random weights. The time for {PAPER_IMAGES:,} images is extrapolated where P needs a pass "
+        "over them, as if all of it grew with them (the share of X′ does not); the paper's minutes are those of an "
+        "A100 for about as many"
     )
     header = ["network, projector", "s", "n", "N", "threads", "seconds for P", "ms an image"]
     header += [f"minutes for {PAPER_IMAGES:,} images", "paper, minutes", "seconds for the posterior", "peak, GB"]

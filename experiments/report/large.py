@@ -2,18 +2,31 @@
 
 from collections.abc import Sequence
 
+from experiments.recipes import RECIPES
 from experiments.report.checks import PAPER_PROJECTORS
 from experiments.report.document import Strong, Table
-from experiments.report.numbers import NOTHING, Measurements, number, with_error
-from experiments.report.tables import seeds_of
+from experiments.report.numbers import NOTHING, Measurements, Published, number, with_error
+from experiments.report.tables import NOT_RUN, seeds_of
 from experiments.runs import CERTIFIED
 
 SETS = ("cifar10", "imagenet10", "imagenet10-efficientnet", "imagenet10-finetuned")
 METHODS = (*PAPER_PROJECTORS, "lowrank-isotropic")
 
 
+def cut(dataset: str, published: Published) -> str:
+    """What was cut for want of time, in parentheses; nothing for sets that were run as published."""
+    recipe = RECIPES[dataset]
+    epochs = published.quote("training", dataset, "epochs")
+    cuts = []
+    if recipe.large and epochs is not None and recipe.training.epochs < epochs.mean:
+        cuts.append(f"{recipe.training.epochs} of the published {epochs.mean:.0f} epochs")
+    if recipe.num_scored is not None:
+        cuts.append(f"{recipe.num_scored:,} test inputs")
+    return f" (ours: {', '.join(cuts)})" if cuts else ""
+
+
 def traces(measurements: Measurements, dataset: str) -> Table:
-    """log-trace for every s, the largest in bold, and the order of the methods."""
+    """log-trace for every s, the largest in bold, and the order of the methods; those without a choice of s beside."""
     methods = [m for m in METHODS if measurements.dims(dataset, m, "log_trace")]
     rows = []
     for s in sorted({s for m in methods for s in measurements.dims(dataset, m, "log_trace")}):
@@ -22,7 +35,12 @@ def traces(measurements: Measurements, dataset: str) -> Table:
         order = sorted(known, key=lambda m: -known[m].mean)
         cells = [Strong(with_error(e)) if order[:1] == [m] else with_error(e) for m, e in found.items()]
         rows.append([str(s), " > ".join(order), *cells, seeds_of(list(found.values()))])
-    return Table(f"{dataset}: log-trace", ["s", "order", *methods, "seeds"], rows, labels=2)
+    fixed = {m: measurements.estimate(dataset, m, "log_trace") for m in ("last-layer", "kfac")}
+    beside = [f"{m} {with_error(estimate)}" for m, estimate in fixed.items() if estimate is not None]
+    missing = [m for m in (*METHODS, *fixed) if m not in methods and fixed.get(m) is None]
+    caption = f"{dataset}: log-trace" + (f"; without a choice of s: {', '.join(beside)}" if beside else "")
+    caption += f"; {NOT_RUN}: {', '.join(missing)}" if missing else ""
+    return Table(caption, ["s", "order", *methods, "seeds"], rows, labels=2)
 
 
 def certified_shares(measurements: Measurements, datasets: Sequence[str]) -> Table:

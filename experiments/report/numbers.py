@@ -14,6 +14,7 @@ from experiments.results import Results, Row
 SMALL_DIM = 20  # up to here s has a figure of its own
 WITHOUT_DIMENSION = ("map", "temperature", "ensemble", "last-layer", "kfac", "full")  # s is not a choice of theirs
 PUBLISHED = Path(__file__).resolve().parents[1] / "published"
+PAPER_SEEDS = 5
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,24 @@ class Quote:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours minus the paper's, also in standard errors of the difference (None where one of the two has none)."""
+    """Ours minus the paper's, also in standard errors of the difference (None where the paper has none)."""
 
     value: float
     standard_errors: float | None
 
     @classmethod
     def between(cls, ours: Estimate, paper: Quote) -> "Difference":
-        """Rounding of the printed figures, half a unit of their last digit, counts for agreement."""
+        """Rounding of the printed figures, half a unit of their last digit, counts for agreement.
+
+        A single seed of ours has the standard deviation of the paper's seeds.
+        """
         value = 0.0 if ours.mean == paper.mean else ours.mean - paper.mean  # −∞ agrees with −∞
-        if ours.standard_error is None or paper.standard_error is None or not math.isfinite(value):
+        if paper.standard_error is None or not math.isfinite(value):
             return cls(value, None)
         rounding = 0.5 * 10.0**-paper.digits
-        spread = math.hypot(ours.standard_error, paper.standard_error + rounding)
-        return cls(value, max(abs(value) - rounding, 0.0) / spread)
+        theirs = paper.standard_error + rounding
+        error = ours.standard_error if ours.seeds > 1 else theirs * math.sqrt(PAPER_SEEDS)
+        return cls(value, max(abs(value) - rounding, 0.0) / math.hypot(error or 0.0, theirs))
 
 
 class Measurements:
@@ -102,6 +107,12 @@ class Measurements:
         values = self.by_seed(dataset, method, metric, s)
         return Estimate.of(list(values.values())) if values else None
 
+    def common(self, dataset: str, methods: Sequence[str], metric: str, s: int | None = None) -> dict[str, Estimate]:
+        """The means of several methods over the seeds that all of them have; none where one was not run."""
+        found = {method: self.by_seed(dataset, method, metric, s) for method in methods}
+        seeds = sorted(set.intersection(*(set(values) for values in found.values())))
+        return {method: Estimate.of([values[seed] for seed in seeds]) for method, values in found.items() if seeds}
+
     def dims(self, dataset: str, method: str, metric: str) -> list[int]:
         """The dimensions s that all seeds of a method have, ascending.
 
@@ -125,6 +136,12 @@ class Measurements:
         """The seeds of a data set; the ensemble, one for all seeds, does not count."""
         chosen = (self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")
         return sorted(int(seed) for seed in self.rows.loc[chosen, "seed"].unique())
+
+    def seeds_of_methods(self, dataset: str) -> str:
+        """'5', or '1 to 2' where methods differ; the ensemble does not count."""
+        chosen = self.rows[(self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")]
+        counts = chosen.groupby("method")["seed"].nunique()
+        return span(counts.tolist())
 
 
 def _place(dataset: str) -> tuple[int, str]:
@@ -208,6 +225,11 @@ def with_error(estimate: Estimate | Quote | None, digits: int | None = None) -> 
 def signed(value: float, digits: int) -> str:
     rounded = round(value, digits)
     return number(abs(rounded) if rounded == 0 else rounded, digits) if rounded <= 0 else f"+{number(rounded, digits)}"
+
+
+def span(counts: Sequence[int]) -> str:
+    """'5', or '2 to 5' where they differ; 'no' where there are none."""
+    return " to ".join(str(end) for end in sorted({min(counts), max(counts)})) if counts else "no"
 
 
 def counted(amount: int, thing: str) -> str:

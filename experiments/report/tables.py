@@ -8,7 +8,6 @@ import numpy as np
 
 from experiments.report.checks import (
     FEASIBLE,
-    OPTIMUM,
     PAPER_PROJECTORS,
     Check,
     our_rank_correlations,
@@ -18,6 +17,7 @@ from experiments.report.checks import (
 from experiments.report.document import Strong, Table
 from experiments.report.numbers import (
     NOTHING,
+    PAPER_SEEDS,
     WITHOUT_DIMENSION,
     Difference,
     Estimate,
@@ -28,11 +28,11 @@ from experiments.report.numbers import (
     number,
     on_grid,
     signed,
+    span,
     with_error,
 )
 
 NOT_RUN = "not run yet"
-PAPER_SEEDS = 5
 TITLES = {
     "nll": "NLL",
     "ece": "ECE",
@@ -84,17 +84,15 @@ def beside_paper(
         digits = max(quote.digits for quote in quotes if quote is not None)
         rows.append([line.label, "ours", *_best_in_bold(ours, metric, digits), seeds_of(ours)])
         rows.append([line.label, "paper", *(with_error(quote, digits) for quote in quotes), str(PAPER_SEEDS)])
-        differences = [_difference(estimate, quote) for estimate, quote in zip(ours, quotes, strict=True)]
-        rows.append([line.label, "difference", *(_difference_cell(d, digits) for d in differences), ""])
+        differences = [difference_of(estimate, quote) for estimate, quote in zip(ours, quotes, strict=True)]
+        rows.append([line.label, "difference", *(difference_cell(d, digits) for d in differences), ""])
     return Table(caption, ["", "", *projectors, "seeds"], rows, labels=2)
 
 
 def seeds_of(estimates: Sequence[Estimate | None]) -> str:
     """'5', '2 to 5' where methods differ, 'not run yet'."""
-    counts = sorted({estimate.seeds for estimate in estimates if estimate is not None})
-    if not counts:
-        return NOT_RUN
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    counts = [estimate.seeds for estimate in estimates if estimate is not None]
+    return span(counts) if counts else NOT_RUN
 
 
 def _best_in_bold(estimates: Sequence[Estimate | None], metric: str, digits: int) -> list[str]:
@@ -104,11 +102,11 @@ def _best_in_bold(estimates: Sequence[Estimate | None], metric: str, digits: int
     return [Strong(c) if e is not None and e.mean == best else c for e, c in zip(estimates, cells, strict=True)]
 
 
-def _difference(ours: Estimate | None, paper: Quote | None) -> Difference | None:
+def difference_of(ours: Estimate | None, paper: Quote | None) -> Difference | None:
     return None if ours is None or paper is None else Difference.between(ours, paper)
 
 
-def _difference_cell(difference: Difference | None, digits: int) -> str:
+def difference_cell(difference: Difference | None, digits: int) -> str:
     if difference is None:
         return NOTHING
     text = signed(difference.value, digits)
@@ -176,8 +174,8 @@ def overview(measurements: Measurements, expected: Sequence[str]) -> Table:
     """Every data set of the paper and of the results, with its seeds."""
     rows = []
     for dataset in dict.fromkeys([*expected, *measurements.datasets]):
-        seeds, methods = measurements.seeds(dataset), measurements.methods(dataset)
-        run = f"{len(seeds)} of {PAPER_SEEDS}" if seeds else NOT_RUN
+        methods = measurements.methods(dataset)
+        run = f"{measurements.seeds_of_methods(dataset)} of {PAPER_SEEDS}" if methods else NOT_RUN
         rows.append([dataset, run, str(len(methods)) if methods else NOTHING])
     header = ["data set", "seeds", "methods"]
     return Table("Seeds and methods of each data set", header, _corruptions_joined(rows), labels=3)
@@ -215,10 +213,17 @@ def divergences(measurements: Measurements, dataset: str, methods: Sequence[str]
     rows = []
     for s in grid:
         estimates = [measurements.estimate(dataset, m, metric, s) for m in shown]
-        rows.append([str(s), *(with_error(estimate) for estimate in estimates), seeds_of(estimates)])
+        rows.append([str(s), *_with_fewer_seeds_marked(estimates), seeds_of(estimates)])
     plain = measurements.estimate(dataset, "map", metric)
     caption = f"{dataset}: KL from the full posterior ({metric}); the plain network has {with_error(plain)}"
+    if any("[" in cell for row in rows for cell in row):
+        caption += ". In brackets the number of seeds, where others have more"
     return Table(caption, ["s", *shown, "seeds"], rows)
+
+
+def _with_fewer_seeds_marked(estimates: Sequence[Estimate | None]) -> list[str]:
+    most = max((estimate.seeds for estimate in estimates if estimate is not None), default=0)
+    return [with_error(e) + (f" [{e.seeds}]" if e is not None and e.seeds < most else "") for e in estimates]
 
 
 def reference_dims(measurements: Measurements, dataset: str) -> list[int]:
@@ -231,17 +236,34 @@ def baselines(measurements: Measurements, dataset: str) -> Table:
     """All methods of one data set side by side, those without a choice of s first."""
     metrics = [m for m in ("nll", "ece", "brier", "coverage", measurements.divergence(dataset), "log_trace")]
     methods = measurements.methods(dataset)
-    fixed: list[tuple[str, int | None]] = [(m, None) for m in WITHOUT_DIMENSION if m in methods]
-    chosen = [(m, s) for s in reference_dims(measurements, dataset) for m in methods if m not in WITHOUT_DIMENSION]
+    fixed: list[tuple[str, int | None]] = [(m, None) for m in WITHOUT_DIMENSION if m in (*methods, "ensemble")]
+    chosen = [
+        (m, s) for s in reference_dims(measurements, dataset) for m in sorted(methods) if m not in WITHOUT_DIMENSION
+    ]
     rows = []
     for method, s in [*fixed, *chosen]:
         estimates = [measurements.estimate(dataset, method, metric, s) for metric in metrics]
-        if any(estimate is not None for estimate in estimates):
+        run = any(estimate is not None for estimate in estimates)
+        if run or method == "ensemble":
             cells = [with_error(estimate) for estimate in estimates]
-            rows.append([method, NOTHING if s is None else str(s), *cells, seeds_of(estimates)])
+            seeds = f"{PAPER_SEEDS} together" if run and method == "ensemble" else seeds_of(estimates)
+            rows.append([method, NOTHING if s is None else str(s), *cells, seeds])
     known = [i for i in range(len(metrics)) if any(row[2 + i] != NOTHING for row in rows)]
     kept = [[*row[:2], *(row[2 + i] for i in known), row[-1]] for row in rows]
     return Table(dataset, ["method", "s", *(title(metrics[i]) for i in known), "seeds"], kept, labels=1)
+
+
+def corrupted_baselines(measurements: Measurements, datasets: Sequence[str], s: int, metric: str) -> Table:
+    """What the paper does not have on corrupted data, beside lowrank-kfac; the best in bold."""
+    methods = ("map", "temperature", "ensemble", "last-layer", "kfac", "lowrank-isotropic", "lowrank-kfac")
+    run = [d for d in datasets if measurements.estimate(d, "lowrank-kfac", metric, s) is not None]
+    shown = [m for m in methods if any(measurements.estimate(d, m, metric, s) is not None for d in run)]
+    rows = []
+    for dataset in run:
+        found = [measurements.estimate(dataset, m, metric, s) for m in shown]
+        rows.append([dataset.split("/")[-1].replace("_", " "), *_best_in_bold(found, metric, 3), seeds_of(found)])
+    caption = f"Corrupted {datasets[0].split('-c/')[0]}, {title(metric)} of the baselines, subspaces at s = {s}"
+    return Table(caption, ["corruption", *shown, "seeds"], rows)
 
 
 # Trace criterion ------------------------------------------------------------------------------------------------------
@@ -285,63 +307,3 @@ def check_table(checks: Sequence[Check]) -> Table:
         for check in checks
     ]
     return Table("Relations that must hold in every row", ["relation", "rows", "violations", "worst"], rows)
-
-
-# Facts of the networks ------------------------------------------------------------------------------------------------
-
-
-def dead_parameters(measurements: Measurements, published: Published) -> Table:
-    """Percent of parameters to which no output is sensitive; standard deviations over seeds, as the paper has them."""
-    rows = []
-    for dataset in published.distinct("dead_parameters", "dataset"):
-        paper = published.quote("dead_parameters", dataset, "dead_percent")
-        spread = published.quote("dead_parameters", dataset, "dead_percent_standard_deviation")
-        assert paper is not None and spread is not None
-        ours = measurements.estimate(dataset, "map", "dead_percent")
-        cells = [NOTHING, f"{paper.mean:.0f} ± {spread.mean:.0f}", NOTHING, NOT_RUN]
-        if ours is not None:
-            deviation = (ours.standard_error or 0.0) * math.sqrt(ours.seeds)
-            mean = number(ours.mean, 1)
-            cells[0] = f"{mean} ± {number(deviation, 1)}" if ours.seeds > 1 else mean
-            cells[2:] = [signed(ours.mean - paper.mean, 1), str(ours.seeds)]
-        rows.append([dataset, *cells])
-    header = ["data set", "ours, %", "paper, %", "difference", "seeds"]
-    return Table("Dead parameters: mean ± standard deviation over seeds", header, rows)
-
-
-def prior_precisions(measurements: Measurements, published: Published) -> Table:
-    """λ at the maximum of the KFAC evidence."""
-    rows = []
-    for dataset in published.distinct("prior_precision", "dataset"):
-        paper = published.quote("prior_precision", dataset, "prior_precision")
-        code = published.quote("authors_code", dataset, "prior_precision")
-        ours = measurements.estimate(dataset, "kfac", "prior_precision")
-        difference = _difference(ours, paper)
-        cells = [with_error(ours), with_error(paper, 1), number(code.mean if code else None)]
-        rows.append([dataset, *cells, _difference_cell(difference, 1), seeds_of([ours])])
-    header = ["data set", "ours", "paper", "authors' code", "difference", "seeds"]
-    return Table("Prior precision λ that maximises the evidence of the KFAC posterior", header, rows)
-
-
-def ranks(measurements: Measurements, published: Published) -> Table:
-    """The largest s of the low-rank methods: the rank found, or the end of the grid where the rank is no limit."""
-    methods = ("lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn", OPTIMUM)
-    frame = measurements.rows
-    rows = []
-    for dataset in published.distinct("authors_code", "dataset"):
-        cells = []
-        for method in methods:
-            part = frame[(frame["dataset"] == dataset) & (frame["method"] == method)]
-            largest = part.groupby("seed")["s"].max()
-            ends = sorted({int(s) for s in (largest.min(), largest.max())}) if len(part) else []
-            limited = part["note"].str.contains("rank").any() if len(part) else False
-            cells.append(" to ".join(map(str, ends)) + (", rank" if limited else "") if ends else NOTHING)
-        paper = published.quote("authors_code", dataset, "largest_s")
-        rows.append([dataset, *cells, number(paper.mean if paper else None, 0)])
-    caption = "Largest dimension of the low-rank methods over seeds: the end of the grid, or the rank where it is lower"
-    return Table(caption, ["data set", *methods, "authors"], rows)
-
-
-def names(published: Published) -> Table:
-    rows = [[row.kind, row.paper, row.ours] for row in published.names.itertuples()]
-    return Table("Names of the paper and ours", ["kind", "paper", "ours"], rows, labels=3)

@@ -1,5 +1,7 @@
 """Bounds between which the full Laplace approximation lies, against brute force on every network."""
 
+import copy
+
 import pytest
 import torch
 from dense_reference import dense_outputs, full_covariance
@@ -303,3 +305,31 @@ def test_integers_cannot_be_perturbed():
     la = SubspaceLaplace(model, "classification", dim=3, subspace_inputs="perturbed")
     with pytest.raises(ValueError, match="integers cannot be perturbed"):
         la.fit(loader(inputs, labels(model, inputs), 4))
+
+
+# Small λ and float32 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", [1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.float64, 1e-4)])
+def test_bounds_hold_where_the_curvature_is_far_above_the_prior(dtype, most, prior):
+    """A regression with little noise: eigenvalues of the GGN up to 1e9 λ, and a subspace of nearly all directions."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)
+    model = torch.nn.Sequential(*layers).double()
+    inputs = torch.randn(40, 4, generator=generator).double()
+    targets = torch.randn(40, 2, generator=generator).double()
+    options = {"prior_precision": prior, "noise_std": 0.1}
+    full = SubspaceLaplace(model, "regression", "full", **options).fit([(inputs, targets)])
+    new = torch.randn(7, 4, generator=generator).double()
+    covariance = full.functional_covariance(new)
+    scale = covariance.diagonal(dim1=1, dim2=2).sum(1)[:, None]
+    rough = copy.deepcopy(model).to(dtype)
+    for dim in (20, 80):
+        la = SubspaceLaplace(rough, "regression", dim=dim, **options).fit([(inputs.to(dtype), targets.to(dtype))])
+        lower, upper = la.bounds(new.to(dtype))
+        assert (torch.linalg.eigvalsh(covariance - lower.double()) >= -most * scale).all()
+        assert (torch.linalg.eigvalsh(upper.double() - covariance) >= -most * scale).all()
+        share = float(la.captured(new.to(dtype))[-1])
+        assert 0 < share <= float(la.trace(new.to(dtype))[-1]) / float(scale.sum()) * (1 + most)

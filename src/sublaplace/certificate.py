@@ -1,5 +1,6 @@
 """Bounds between which the full Laplace approximation must lie, from products with the subspace alone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians import Jacobian
-from sublaplace.linalg import cholesky, gram
+from sublaplace.linalg import cholesky, combine, gram
 from sublaplace.parameters import Vectors
 from sublaplace.parts import inner_products
 from sublaplace.posterior import SubspacePosterior
@@ -24,22 +25,68 @@ class Bounds(Interval):
 
 
 @dataclass(frozen=True)
+class Nystroem:
+    r"""The part of the GGN that its products with the subspace have seen: Y (QᵀY)⁻¹ Yᵀ ≼ GGN, with Y = GGN Q.
+
+    With S = QᵀY + δ = L Lᵀ it is ZᵀZ for the rows Z = L⁻¹Yᵀ, which are kept as Z = C U with an orthonormal basis U:
+    bounds are then sums of squares, whatever the ratio of the GGN's eigenvalues to λ. A little δ keeps the bound
+    (Y (S + δ)⁻¹ Yᵀ ≼ Y S⁻¹ Yᵀ), and so does leaving out singular vectors of Z that are rounding. Memory: p·s.
+    """
+
+    basis: Vectors  # U: (r, size) a parameter, r ≤ s
+    coefficients: Tensor  # C: (s, r) in float64
+    factor: Tensor  # L: (s, s) in float64
+
+    @classmethod
+    def of(cls, product: Vectors, curvature: Tensor) -> "Nystroem":
+        """From Yᵀ, (s, size) a parameter, whose memory U takes, and QᵀY, (s, s). Cost: 4·p·s² (of multiplications)."""
+        eps = torch.finfo(next(iter(product.values())).dtype).eps
+        S = curvature.clone()
+        S.diagonal().add_(len(S) * eps * float(S.diagonal().max().clamp_min(torch.finfo(torch.float64).tiny)))
+        L = cholesky(S, "The curvature in the subspace QᵀGGN Q")
+        values, vectors = torch.linalg.eigh(gram(product, L))
+        kept = values > len(S) * torch.finfo(torch.float64).eps * values[-1].clamp_min(0)
+        lengths, vectors = values[kept].sqrt(), vectors[:, kept]
+        turn = torch.linalg.solve_triangular(L.T, vectors / lengths, upper=True).T  # of Yᵀ, L⁻¹ included
+        basis, C = combine(turn, product), vectors * lengths
+        for _ in range(2 if len(turn) else 0):  # singular vectors of small values are not yet orthonormal
+            root = cholesky(gram(basis), "The Gram matrix of what the subspace has seen of the curvature")
+            basis = combine(torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=False), basis)
+            C = C @ root
+        return cls(basis, C, L)
+
+    def product(self, dim: int) -> Vectors:
+        """Yᵀ of the leading dimensions, in memory of its own."""
+        weights = self.factor[:dim, :dim] @ self.coefficients[:dim]
+        return {name: weights.to(part) @ part for name, part in self.basis.items()}
+
+
+@dataclass(frozen=True)
 class Certificate:
     r"""Lower and upper bound of the full Laplace approximation's covariance, from Q and Y = GGN Q.
 
-    Below, Σ_P = J Q (QᵀΛQ)⁻¹ QᵀJᵀ (Lemma 2 of the paper). Above, since GGN ≽ Y (QᵀY)⁻¹ Yᵀ (Nyström), by Woodbury's
-    identity with S = QᵀY = L Lᵀ and Z = Y L⁻ᵀ
+    Below, Σ_P = J Q (QᵀΛQ)⁻¹ QᵀJᵀ (Lemma 2 of the paper). Above, since the GGN is at least what `Nystroem` keeps of it,
+    N = Uᵀ CᵀC U with the orthonormal rows of U,
 
-        Σ ≼ λ⁻¹ (J Jᵀ − J Z (λI + ZᵀZ)⁻¹ Zᵀ Jᵀ).
+        Σ ≼ J (N + λ)⁻¹ Jᵀ = λ⁻¹ (J − J Uᵀ U)(J − J Uᵀ U)ᵀ + J Uᵀ (CᵀC + λ)⁻¹ U Jᵀ.
 
-    A little is added to the diagonal of S, which keeps the bound (Y (S + δ)⁻¹ Yᵀ ≼ Y S⁻¹ Yᵀ). No direction of the
-    output Hessians may be dropped in the pass that makes Y: a smaller GGN would lift the lower bound. Memory: p·s for
-    Y. Cost of a bound: the squared rows of J, and twice the products of a prediction.
+    No direction of the output Hessians may be dropped in the pass that makes Y: a smaller GGN would lift the lower
+    bound. Memory: p·s beside Q. Cost of a bound: three times the products of a prediction, and the rows of J.
     """
 
     subspace: SubspacePosterior
-    product: Vectors  # Y without a single scale of the likelihood: (s, size) a parameter
+    nystroem: Nystroem  # of at least as many dimensions; without a single scale of the likelihood
     scale: float  # that one; 1 where there are several
+
+    @classmethod
+    def of(cls, subspace: SubspacePosterior, product: Vectors, scale: float) -> "Certificate":
+        """From Yᵀ without a single scale of the likelihood, (s, size) a parameter, which is overwritten."""
+        return cls(subspace, Nystroem.of(product, subspace.curvature / scale), scale)
+
+    @property
+    def product(self) -> Vectors:
+        """Yᵀ of the subspace, without a single scale of the likelihood."""
+        return self.nystroem.product(self.subspace.dim)
 
     def with_prior(self, prior_precision: float) -> "Certificate":
         return replace(self, subspace=self.subspace.with_prior(prior_precision))
@@ -49,30 +96,27 @@ class Certificate:
 
     def truncated(self, dim: int) -> "Certificate":
         """Of the leading `dim` dimensions: a wider one."""
-        product = {name: part[:dim] for name, part in self.product.items()}
-        return replace(self, subspace=self.subspace.truncated(dim), product=product)
-
-    @cached_property
-    def _factor(self) -> Tensor:
-        """L with L Lᵀ = QᵀY + δ, with the scale: (s, s) in float64."""
-        S = self.subspace.curvature.clone()
-        eps = torch.finfo(next(iter(self.product.values())).dtype).eps
-        S.diagonal().add_(len(S) * eps * float(S.diagonal().max().clamp_min(torch.finfo(torch.float64).tiny)))
-        return cholesky(S, "The curvature in the subspace QᵀGGN Q")
+        return replace(self, subspace=self.subspace.truncated(dim))
 
     @cached_property
     def _inner_factor(self) -> Tensor:
-        """The Cholesky factor of λI + ZᵀZ: (s, s)."""
-        # As a sum of squares: from YᵀY, a nearly singular L would leave nothing but rounding.
-        inner = self.scale**2 * gram(self.product, self._factor)
+        """The Cholesky factor of CᵀC + λ, for the dimensions of the subspace: (r, r)."""
+        C = self.nystroem.coefficients[: self.subspace.dim]
+        inner = self.scale * (C.T @ C)
         inner.diagonal().add_(self.subspace.prior_precision)
         return cholesky(inner, "The inner matrix of the upper bound")
 
-    def _measured(self, jacobian: Jacobian) -> Tensor:
-        """J Z (λI + ZᵀZ)^(−½), (n, K, s) in float64: what the products have seen of J."""
-        rows = self.scale * jacobian.matmul(self.product).double()
-        whitened = torch.linalg.solve_triangular(self._factor, rows.flatten(0, 1).T, upper=False)
-        return torch.linalg.solve_triangular(self._inner_factor, whitened, upper=False).T.view_as(rows)
+    def _roots(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """Parts A, (n, K, m) in float64 each, whose Σ A Aᵀ is the upper bound."""
+        basis = self.nystroem.basis
+        seen = jacobian.matmul(basis)
+        flat = seen.double().flatten(0, 1).T
+        yield torch.linalg.solve_triangular(self._inner_factor, flat, upper=False).T.view_as(seen)
+        for name, part in basis.items():
+            rest = seen @ part
+            if name in jacobian.blocks:
+                rest = jacobian.blocks[name].rows() - rest
+            yield rest.double() / self.subspace.prior_precision**0.5
 
     def lower(self, jacobian: Jacobian) -> Tensor:
         """(n, K, K), float64."""
@@ -81,13 +125,14 @@ class Certificate:
     def upper(self, jacobian: Jacobian) -> Tensor:
         """(n, K, K), float64."""
         n, K = jacobian.num_inputs, jacobian.num_rows
-        squares = torch.zeros(n, K, K, dtype=torch.float64, device=jacobian.outputs.device)
-        for block in jacobian.blocks.values():
-            squares += inner_products(block.rows().double())
-        return (squares - inner_products(self._measured(jacobian))) / self.subspace.prior_precision
+        total = torch.zeros(n, K, K, dtype=torch.float64, device=jacobian.outputs.device)
+        for root in self._roots(jacobian):
+            total += inner_products(root)
+        return total
 
     def traces(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         """Tr Σ_P for every leading s, and the least trace of the upper bound, summed over the inputs: (s,), ()."""
-        below = self.subspace.traces(jacobian)
-        above = jacobian.squared_norms().double().sum() - self._measured(jacobian).square().sum()
-        return below, above / self.subspace.prior_precision
+        above = torch.zeros((), dtype=torch.float64, device=jacobian.outputs.device)
+        for root in self._roots(jacobian):
+            above += root.square().sum()
+        return self.subspace.traces(jacobian), above

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-SCHEMA = 2
+SCHEMA = 3
 _EMPTY = "0" * 64
 _MARK = b'"checksum":"'
 _PIECE = 2**22
@@ -57,7 +57,9 @@ def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, 
     try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             description = json.loads(file.metadata()["sublaplace"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            # Copies begin where torch wants tensors to begin in memory; the order of sums, and with it the last digit,
+            # may depend on that.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise SavedFileError(f"{source} is not a posterior saved by sublaplace: {error}.") from error
     if description.get("schema") != SCHEMA:

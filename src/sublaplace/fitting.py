@@ -323,15 +323,19 @@ def _posterior(
             stream.likelihood.curvature_scales,
             context.prior_precision,
         )
-        certificate = None
-        if settings.makes_certificate:
+        posterior: Posterior = inside
+        if outside is not None:
             assert product is not None
-            certificate = Certificate(inside, product, stream.scale)
-        if outside is None:
-            return inside, certificate
+            # A certificate takes the memory of the product; without one, the complement does.
+            scaled = {
+                n: part * stream.scale if settings.makes_certificate else part.mul_(stream.scale)
+                for n, part in product.items()
+            }
+            posterior = ComplementedPosterior.of(inside, outside, scaled)
+        if not settings.makes_certificate:
+            return posterior, None
         assert product is not None
-        scaled = {name: part * stream.scale for name, part in product.items()}
-        return ComplementedPosterior.of(inside, outside, scaled), certificate
+        return posterior, Certificate.of(inside, product, stream.scale)
 
 
 def _projection(settings: Settings, context: ProjectorContext) -> Projection:
@@ -371,13 +375,13 @@ def updated(
         else:
             more, products = reduced_ggn_and_product(replace(stream, tolerance=0.0), posterior.projection)
             curvatures = certificate.subspace.curvatures + more
-            product = {name: part + products[name] for name, part in certificate.product.items()}
+            product = {name: part.add_(products[name]) for name, part in certificate.product.items()}
     joined = survey.joined(added)
     scales = joined.likelihood.curvature_scales
     posterior = replace(posterior, curvatures=curvatures, scales=scales)
     if certificate is not None:
         # With several scales the products were summed over the outputs: they are made anew when asked for.
-        certificate = Certificate(posterior, product, scales[0]) if len(scales) == 1 else None
+        certificate = Certificate.of(posterior, product, scales[0]) if len(scales) == 1 else None
     return posterior, certificate, joined
 
 
@@ -393,7 +397,7 @@ def certificate_of(
     stream = replace(settings.stream(loader, linearization, survey, progress), tolerance=0.0)
     with linearization.borrowed():
         curvatures, product = reduced_ggn_and_product(stream, posterior.projection)
-    return Certificate(replace(posterior, curvatures=curvatures), product, stream.scale)
+    return Certificate.of(replace(posterior, curvatures=curvatures), product, stream.scale)
 
 
 def full_covariance_of(

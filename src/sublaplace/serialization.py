@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sublaplace.certificate import Certificate
+from sublaplace.certificate import Certificate, Nystroem
 from sublaplace.checked_file import SavedFileError
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Residuals
@@ -94,11 +94,12 @@ def _blocks_from(tensors: dict[str, Tensor], numbers: dict[str, Any], layout: Pa
 
 def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a certificate has beside the posterior's projection."""
-    product = {f"product.{name}": part for name, part in certificate.product.items()}
-    subspace = certificate.subspace
+    subspace, seen = certificate.subspace, certificate.nystroem
+    tensors = {f"seen.{name}": part for name, part in seen.basis.items()}
+    tensors |= {"seen_coefficients": seen.coefficients, "seen_factor": seen.factor}
     numbers = {"scale": certificate.scale, "scales": subspace.scales, "prior_precision": subspace.prior_precision}
     # The posterior may hold the same tensor, which a file must not hold twice.
-    return {**product, "certified_curvatures": subspace.curvatures.clone()}, numbers
+    return {**tensors, "certified_curvatures": subspace.curvatures.clone()}, numbers
 
 
 def certificate_from(
@@ -108,7 +109,9 @@ def certificate_from(
     projection = projection_from(tensors, layout, dtype)
     curvatures, scales = tensors["certified_curvatures"], tuple(numbers["scales"])
     subspace = SubspacePosterior(projection, curvatures, tensors["gram"], scales, numbers["prior_precision"])
-    return Certificate(subspace, {name: tensors[f"product.{name}"] for name in layout.names}, numbers["scale"])
+    basis = {name: tensors[f"seen.{name}"] for name in layout.names}
+    seen = Nystroem(basis, tensors["seen_coefficients"], tensors["seen_factor"])
+    return Certificate(subspace, seen, numbers["scale"])
 
 
 def projection_tensors(projection: Projection) -> dict[str, Tensor]:

@@ -292,7 +292,8 @@ def complemented_posteriors(
     precise = problem.to(torch.float64).jacobians(held_back)
     covariances = torch.cat([exact.covariance(jacobian) for jacobian in precise])
     likelihood, inputs = problem.context.stream.likelihood, problem.jacobians(held_back)
-    fitted = {s: nearest(posterior, covariances, inputs, likelihood, True) for s, posterior in posteriors.items()}
+    once = torch.ones(len(held_back), 1)
+    fitted = {s: nearest(posterior, covariances, inputs, likelihood, once) for s, posterior in posteriors.items()}
     return {s: posterior for s, posterior in fitted.items() if isinstance(posterior, ComplementedPosterior)}
 
 

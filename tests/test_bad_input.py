@@ -942,3 +942,74 @@ def test_a_network_whose_outputs_do_not_depend_on_its_parameters_is_refused():
     model = shaped(lambda y: 0 * y)
     with refused(model, ValueError, "do not depend", "Jacobian is zero"):
         SubspaceLaplace(model, "classification", dim=4).fit(batches())
+
+
+# Found by review ------------------------------------------------------------------------------------------------------
+
+
+class Bounded(nn.Module):
+    """Infinite inputs leave its outputs finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("where", ["first batch", "later batch", "prediction"])
+def test_infinite_inputs_are_named_though_outputs_are_finite(where):
+    model, inputs = Bounded(), torch.randn(8, 3)
+    data = [(inputs[:4], torch.arange(4) % 3), (inputs[4:].clone(), torch.arange(4) % 3)]
+    la = SubspaceLaplace(model, "classification", dim=2)
+    if where == "prediction":
+        la.fit(data)
+        with refused(model, ValueError, "inputs hold NaN or infinity"):
+            la(torch.tensor([[1.0, torch.inf, 0.0]]))
+        return
+    data[where == "later batch"][0][1, 1] = torch.inf
+    with refused(model, ValueError, "inputs hold NaN or infinity"):
+        la.fit(data)
+
+
+def test_a_parameter_without_elements_does_no_harm():
+    class Odd(Bounded):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.zeros(0))
+
+    model, inputs = Odd(), torch.randn(8, 3)
+    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    assert torch.isfinite(la(inputs)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda la, x: la.predict(x, "mc", samples=0), ["samples must be a positive integer"]),
+        (lambda la, x: la.full_covariance(x, tolerance=-1.0), ["tolerance must be positive"]),
+        (lambda la, x: la.full_covariance(x, tolerance=float("nan")), ["tolerance must be positive"]),
+        (lambda la, x: la.with_prior("marglik"), ["prior_precision must be one positive number"]),
+        (lambda la, x: la.truncate(0), ["truncate to dim=0", "at least one"]),
+    ],
+)
+def test_bad_arguments_of_a_fitted_posterior(call, words):
+    model, inputs = Bounded(), torch.randn(8, 3)
+    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    with refused(model, (ValueError, TypeError), *words):
+        call(la, inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"direction_tolerance": 2.0}, "[0, 1)"),
+        ({"direction_tolerance": "a"}, "must be a number"),
+        ({"seed": None}, "seed must be an integer"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(options, word):
+    model = Bounded()
+    with refused(model, (ValueError, TypeError), word):
+        SubspaceLaplace(model, "classification", **options)

@@ -266,3 +266,10 @@ def test_what_makes_no_sense_is_refused():
         problem.fit(complement="kfac").update(problem.batches)
     with pytest.raises(ValueError, match="dim=0 has no subspace"):
         problem.fit(dim=0, complement="kfac").trace(problem.new)
+
+
+def test_a_prior_far_below_the_one_of_the_fit_warns_in_float32():
+    problem = Problem("mlp", "classification", torch.float32)
+    la = problem.fit(complement="kfac", prior_precision=1e5)
+    with pytest.warns(UserWarning, match="lost in rounding; fit again"):
+        la.with_prior(1e-2)

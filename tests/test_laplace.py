@@ -197,3 +197,35 @@ def test_long_work_shows_progress_only_when_asked(capsys):
     assert "validation" in capsys.readouterr().err
     la.captured(inputs, progress=True)
     assert "reduced posterior" in capsys.readouterr().err
+
+
+def test_parameters_frozen_before_the_fit_are_left_out_of_it():
+    model, inputs = make("mlp", 8)
+    la = SubspaceLaplace(model, "classification", dim=4, prior_precision=PRIOR)
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    la.fit(loader(inputs, labels(model, inputs)))
+    expected = SubspaceLaplace(model, "classification", dim=4, prior_precision=PRIOR)
+    expected.fit(loader(inputs, labels(model, inputs)))
+    assert la.num_parameters == expected.num_parameters == la.projection.shape[0]
+    assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
+    assert la.sample(2).shape == (2, la.num_parameters)
+
+
+def test_parameters_that_have_changed_places_are_noticed():
+    model, inputs = make("mlp", 8)
+    la = SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))
+    last = list(model.parameters())[-1]
+    with torch.no_grad():
+        last.copy_(last.flip(0))
+    with pytest.raises(RuntimeError, match="have changed since fit"):
+        la(inputs)
+
+
+def test_the_summary_tells_the_captured_share_where_it_is_known():
+    model, inputs = make("mlp", 40)
+    data = loader(inputs, labels(model, inputs), 10)
+    assert "captured share" not in SubspaceLaplace(model, "classification", dim=4).fit(data).summary()
+    la = SubspaceLaplace(model, "classification", dim=4, subspace_inputs=inputs, certified=True).fit(data)
+    assert f"at least {float(la.captured(inputs)[-1]):.1%}" in la.summary()
+    assert "captured share" not in la.with_prior(3.0).summary()

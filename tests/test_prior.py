@@ -570,3 +570,14 @@ def test_validation_data_do_not_tune_the_noise():
     la, inputs, targets = fitted("regression")
     with pytest.raises(ValueError, match="tune_noise"):
         la.optimize_prior_precision("validation", val_loader=loader(inputs, targets), tune_noise=True)
+
+
+def test_one_noise_in_a_tuple_is_that_noise_with_a_complement():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    data = [(torch.randn(30, 3).double(), torch.randn(30, 1).double())]
+    options = {"dim": 6, "complement": "kfac"}
+    one, listed = (SubspaceLaplace(model, "regression", noise_std=s, **options).fit(data) for s in (0.5, [0.5]))
+    for noise in (0.5, 1.5):
+        values = [float(la.log_marginal_likelihood(noise_std=noise)) for la in (one, listed)]
+        assert values[0] == pytest.approx(values[1], rel=1e-12)

@@ -263,3 +263,57 @@ def test_too_little_disk_is_said_before_anything_is_written(tmp_path, monkeypatc
     la = SubspaceLaplace(model, "classification", dim=4, scratch_folder=tmp_path)
     with pytest.raises(MemoryError, match="free in"):
         la.fit(loader(inputs, labels(model, inputs), 4))
+
+
+# Small λ --------------------------------------------------------------------------------------------------------------
+
+
+def small_regression(dtype):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randn(40, width, generator=generator, dtype=torch.float64) for width in (4, 2))
+    return nn.Sequential(*layers).to(dtype), inputs.to(dtype), targets.to(dtype)
+
+
+@pytest.mark.parametrize("prior", [1.0, 1e-2, 1e-4])
+def test_the_full_covariance_reaches_its_tolerance_where_the_curvature_is_far_above_the_prior(prior):
+    model, inputs, targets = small_regression(torch.float64)
+    options = {"prior_precision": prior, "noise_std": 0.1}
+    la = SubspaceLaplace(model, "regression", dim=5, **options).fit([(inputs, targets)])
+    full = SubspaceLaplace(model, "regression", "full", **options).fit([(inputs, targets)])
+    new = inputs[:1] + 1
+    found = la.full_covariance(new)
+    assert found.relative_residual <= 1e-6
+    expected = full.functional_covariance(new)
+    assert (found.covariance - expected).abs().max() <= 1e-8 * expected.abs().max()
+
+
+def test_a_full_covariance_above_its_tolerance_warns_and_knows_its_error():
+    model, inputs, targets = small_regression(torch.float32)
+    options = {"prior_precision": 1e-2, "noise_std": 0.1}
+    la = SubspaceLaplace(model, "regression", dim=5, **options).fit([(inputs, targets)])
+    with pytest.warns(UserWarning, match=r"relative residual of .*above the tolerance 1\.0e-06.*memory_budget"):
+        found = la.full_covariance(inputs[:1] + 1)
+    exact, inputs, targets = small_regression(torch.float64)
+    full = SubspaceLaplace(exact, "regression", "full", **options).fit([(inputs, targets)])
+    difference = full.functional_covariance(inputs[:1] + 1) - found.covariance
+    assert torch.linalg.eigvalsh(difference).max() <= found.error + 1e-4 * float(found.covariance.abs().max())
+
+
+def test_labels_under_another_key_are_left_out_of_a_full_covariance():
+    model, inputs, targets = small_regression(torch.float64)
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x)
+
+    named = Named()
+    la = SubspaceLaplace(named, "regression", dim=5, noise_std=0.5, labels_key="target")
+    la.fit([{"x": inputs, "target": targets}])
+    with_labels = la.full_covariance({"x": inputs[:2], "target": targets[:2]}).covariance
+    assert torch.equal(with_labels, la.full_covariance({"x": inputs[:2]}).covariance)

@@ -9,7 +9,7 @@ from dense_reference import dense_jacobian, dense_outputs
 from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
-from sublaplace import Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics, weighting
+from sublaplace import Bernoulli, Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics, weighting
 from sublaplace.curvature import CurvatureStream
 from sublaplace.jacobians.inputs import num_inputs, select
 from sublaplace.predictive import probit
@@ -103,7 +103,7 @@ def test_a_training_input_is_judged_as_if_it_had_not_been_seen(name, dim, kind):
     J = dense_jacobian(problem.model, first)
     exact = (J @ torch.linalg.solve(problem.precision, J.T))[None]
     jacobians, likelihood = Jacobians(la._linearization, first), la._fitted()[1].likelihood
-    fitted = weighting.nearest(la._posterior, exact, jacobians, likelihood, in_the_data=True)
+    fitted = weighting.nearest(la._posterior, exact, jacobians, likelihood, torch.ones(num_inputs(jacobians.inputs), 1))
     found = divergences(problem, la, first, rest)
     weight = fitted.outside.weight if dim else fitted.weight
     assert found[weight] == pytest.approx(min(found.values()), rel=1e-6)
@@ -132,7 +132,7 @@ def test_a_complement_of_the_wrong_size_is_corrected():
         CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40), None, 40, 1, 1, 1.0, 0
     )
     quarter = replace(right._posterior.scaled(0.25), weight=1.0)
-    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]), True)
+    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]), torch.ones(8, 1))
     assert corrected.weight == 4.0
 
 
@@ -155,3 +155,50 @@ def test_bad_weights_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             SubspaceLaplace(model, "classification", **options)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 0.01])
+def test_a_weighted_training_input_is_taken_out_with_its_weight(weight):
+    """Regression with weight w on every input is regression with the noise σ/√w: the fitted weight is the same."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)
+    model = torch.nn.Sequential(*layers).double()
+    inputs, targets = torch.randn(40, 4).double(), torch.randn(40, 2).double()
+    options = {"dim": 6, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
+    la = SubspaceLaplace(model, "regression", noise_std=0.1, **options)
+    la.fit([(inputs, targets, torch.full((40,), weight).double())])
+    expected = SubspaceLaplace(model, "regression", noise_std=0.1 / weight**0.5, **options).fit([(inputs, targets)])
+    # What is predicted differs in its noise, so that the weights may differ by a step; without the weight of the
+    # inputs, variances would be negative and the weight 64.
+    assert 0.5 <= la.complement_weight / expected.complement_weight <= 2
+
+
+def test_ignored_targets_are_not_taken_out():
+    model, inputs = make("mlp", 30)
+    answers = (dense_outputs(model, inputs) > 0).long()
+    missing = answers.clone()
+    missing[:, 1:] = -1
+    options = {"dim": 4, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
+    la = SubspaceLaplace(model, Bernoulli(ignore_index=-1), **options).fit([(inputs, missing)])
+    (jacobian,) = Jacobians(la._linearization, inputs[:3])
+    H = weighting._hessians(jacobian, Bernoulli(ignore_index=-1), torch.tensor([[1.0, 0]]).expand(3, 2).double())
+    assert (H[:, 1:] == 0).all() and (H[:, :, 1:] == 0).all() and (H[:, 0, 0] > 0).all()
+    assert torch.linalg.eigvalsh(la.functional_covariance(inputs)).min() > 0
+
+
+def test_where_no_weight_is_better_it_stays_one():
+    # Training inputs that are all in the subspace, each six times: nothing of them is left outside.
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
+    inputs = torch.randn(6, 4).double().repeat(10, 1)
+    targets = torch.randn(60, 2).double()
+    la = SubspaceLaplace(
+        model,
+        "regression",
+        projector="lowrank-ggn",
+        dim=12,
+        complement="kfac",
+        complement_weight="fitted",
+        noise_std=0.5,
+    ).fit([(inputs, targets)])
+    assert la.complement_weight == 1.0

@@ -83,6 +83,25 @@ def checked_count(count: Any, name: str) -> int:
     return operator.index(count)
 
 
+def checked_tolerance(tolerance: Any) -> float | None:
+    """The share of the output Hessians' trace that may be dropped; None for the default."""
+    if tolerance is None:
+        return None
+    try:
+        value = float(tolerance)
+    except (TypeError, ValueError):
+        raise TypeError(f"direction_tolerance must be a number, not {tolerance!r}.") from None
+    if not 0 <= value < 1:
+        raise ValueError(f"direction_tolerance is a share of a trace and must lie in [0, 1), but it is {value}.")
+    return value
+
+
+def checked_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, not {seed!r}.")
+    return operator.index(seed)
+
+
 PER_OUTPUT = "per-output"
 """noise_std: one σ for each output, estimated from the training residuals."""
 

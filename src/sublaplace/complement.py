@@ -1,5 +1,6 @@
 """A posterior that is exact in the subspace and KFAC (or diagonal) outside of it."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,6 +68,13 @@ class ComplementedPosterior:
     def _remixed(self, inside: SubspacePosterior, factor: float) -> "ComplementedPosterior":
         """Under another λ, and curvatures times a factor: Y is got back from B. Cost: rotations of Q."""
         old, new = self.prior_precision, inside.prior_precision
+        eps = torch.finfo(next(iter(self.mixed.values())).dtype).eps
+        if old * eps > 1e-3 * new:
+            warnings.warn(
+                f"From λ = {old:.3g} to {new:.3g} the curvature outside of the subspace is lost in rounding; fit again "
+                "with the new prior_precision, or use a float64 model.",
+                stacklevel=4,
+            )
         outside = self.outside.with_prior(new).scaled(factor)
         mixed = {}
         for name, part in self.outside.parts.items():

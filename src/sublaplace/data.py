@@ -100,16 +100,21 @@ def _is_pair_or_weighted(batch: Any) -> bool:
     return len(batch) == 2 or (isinstance(batch[2], Tensor) and batch[2].ndim == 1 and batch[2].is_floating_point())
 
 
-def inputs_at(loader: Iterable[Any], positions: list[int]) -> Any:
-    """The inputs at these places of the stream of all inputs, in the order given."""
-    found: dict[int, Any] = {}
+def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
+    """The inputs at these places of the stream of all inputs, in the order given, with their targets and weights."""
+    found: dict[int, Batch] = {}
     wanted, start = set(positions), 0
-    for inputs, _, _ in batches(loader):
-        stop = start + num_inputs(inputs)
+    for batch in batches(loader):
+        stop = start + num_inputs(batch.inputs)
         for position in wanted.intersection(range(start, stop)):
-            found[position] = select(inputs, slice(position - start, position - start + 1))
+            one = slice(position - start, position - start + 1)
+            weights = None if batch.weights is None else batch.weights[one]
+            found[position] = Batch(select(batch.inputs, one), batch.targets[one], weights)
         start = stop
-    return join([found[position] for position in positions])
+    chosen = [found[position] for position in positions]
+    given = [batch.weights for batch in chosen if batch.weights is not None]
+    weights = torch.cat(given) if len(given) == len(chosen) else None
+    return Batch(join([batch.inputs for batch in chosen]), torch.cat([batch.targets for batch in chosen]), weights)
 
 
 def join(batches: list[Any]) -> Any:
@@ -181,17 +186,21 @@ class Reservoir:
         self._positions = torch.empty(0, dtype=torch.long)
         self._seen = 0
         self._inputs: Any = None
+        self._counts = torch.empty(0)
 
-    def add(self, inputs: Any, position: int, allowed: Tensor | None = None) -> None:
-        """Draws from more inputs, which stand at `position` of the stream; only from those where `allowed` (n,) is
-        true, if it is given. The keys of inputs that others have seen are drawn too, so that they do not matter."""
+    def add(self, inputs: Any, position: int, counts: Tensor | None = None) -> None:
+        """Draws from more inputs, which stand at `position` of the stream; only from those that count, if it is given
+        how much each of their targets does, (n, 1) or (n, C). The keys of inputs that others have seen are drawn too,
+        so that they do not matter."""
         n = num_inputs(inputs)
         torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64)
         self._seen = position
         keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
         candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
-        if allowed is not None:
-            candidates &= allowed.cpu()
+        if counts is None:
+            counts = torch.ones(n, 1)
+        counts = counts.detach().cpu()
+        candidates &= counts.amax(1) > 0
         chosen = torch.nonzero(candidates).squeeze(1)
         positions = self._seen + chosen
         self._seen += n
@@ -199,8 +208,9 @@ class Reservoir:
             return
         keys, inputs = torch.cat([self._keys, keys[chosen]]), select(inputs, chosen)
         joined = inputs if self._inputs is None else join([self._inputs, inputs])
+        counts = counts[chosen] if self._inputs is None else _below([self._counts, counts[chosen]])
         best = torch.argsort(keys)[: self._size]
-        self._keys, self._inputs = keys[best], select(joined, best)
+        self._keys, self._inputs, self._counts = keys[best], select(joined, best), counts[best]
         self._positions = torch.cat([self._positions, positions])[best]
 
     def joined(self, others: list["Reservoir"]) -> "Reservoir":
@@ -212,6 +222,7 @@ class Reservoir:
         result._keys = keys[best]
         result._positions = torch.cat([other._positions for other in filled])[best]
         result._inputs = select(join([other._inputs for other in filled]), best)
+        result._counts = _below([other._counts for other in filled])[best]
         return result
 
     @property
@@ -219,6 +230,17 @@ class Reservoir:
         return self._inputs
 
     @property
+    def counts(self) -> Tensor:
+        """How much each target of the drawn inputs counts in the data: (size, 1) or (size, C)."""
+        return self._counts
+
+    @property
     def positions(self) -> list[int]:
         """Where the drawn inputs stand in the stream."""
         return [int(position) for position in self._positions]
+
+
+def _below(counts: list[Tensor]) -> Tensor:
+    """Counts of inputs (n, 1) and of single targets (n, C) as one matrix."""
+    width = max(part.shape[1] for part in counts)
+    return torch.cat([part.expand(-1, width) for part in counts])

@@ -19,11 +19,11 @@ from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.kfac import trace_ratios
-from sublaplace.data import Reservoir, inputs_at
+from sublaplace.data import Reservoir, batch_at
 from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobians, Linearization
-from sublaplace.jacobians.inputs import select
-from sublaplace.likelihoods import Likelihood
+from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace.likelihoods import Likelihood, target_weights
 from sublaplace.matrix_free import FullCovariance, MatrixFreePrecision
 from sublaplace.memory import peak_bytes, require, require_disk
 from sublaplace.parameters import Vectors
@@ -137,6 +137,7 @@ class Fitted:
     certificate: Certificate | None
     stages: dict[str, Stage] = field(default_factory=dict)
     kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
+    captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
 
 
 def fit(
@@ -151,11 +152,12 @@ def fit(
     with linearization.borrowed():
         checkpoint = None if folder is None else _checkpoint(settings, folder, loader, linearization)
         with _noted(stages, "survey", linearization.device):
-            survey, chosen, data = _look_at(settings, loader, linearization, checkpoint, progress)
+            survey, chosen, counts, data = _look_at(settings, loader, linearization, checkpoint, progress)
         stream = settings.stream(loader, linearization, survey, progress)
         held_back = None
         if settings.holds_back and chosen is not None:
             chosen, held_back = split(chosen)
+            counts = counts[num_inputs(chosen) :]
         context = ProjectorContext(
             stream=replace(stream, checkpoint=checkpoint, fingerprint=data),
             subspace_jacobians=Jacobians(linearization, settings.varied(chosen), progress),
@@ -178,14 +180,16 @@ def fit(
         if isinstance(posterior, ComplementedPosterior | BlockPrecision):
             if isinstance(settings.complement_weight, str):
                 with _noted(stages, "complement's weight", linearization.device):
-                    drawn = settings.subspace_inputs is None or isinstance(settings.subspace_inputs, str)
-                    posterior = with_fitted_weight(posterior, context, Jacobians(linearization, held_back), drawn)
+                    posterior = with_fitted_weight(posterior, context, Jacobians(linearization, held_back), counts)
             elif settings.complement_weight != 1.0:
                 posterior = posterior.reweighted(settings.complement_weight)
         ratios = _kfac_trace_ratios(context, survey)
+        share = None
+        if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
+            share = float(captured(certificate, Jacobians(linearization, settings.varied(judged)))[-1])
     if checkpoint is not None:
         checkpoint.remove()
-    return Fitted(posterior, survey, certificate, stages, ratios)
+    return Fitted(posterior, survey, certificate, stages, ratios, share)
 
 
 def _kfac_trace_ratios(context: ProjectorContext, survey: Survey, count: int = 16) -> dict[str, float]:
@@ -223,8 +227,9 @@ def _look_at(
     linearization: Linearization,
     checkpoint: Checkpoint | None,
     progress: bool,
-) -> tuple[Survey, Any, str | None]:
-    """The survey of the training data, X′, and with a checkpoint the data's fingerprint."""
+) -> tuple[Survey, Any, Tensor, str | None]:
+    """The survey of the training data, X′, how much its targets count there, and with a checkpoint the data's
+    fingerprint."""
     given = settings.subspace_inputs
     if isinstance(given, str):
         given = None
@@ -236,7 +241,11 @@ def _look_at(
         if [data, fingerprint_of(given)] != numbers["fingerprints"]:
             raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
         survey = serialization.survey_from(numbers["survey"])
-        drawn = numbers["positions"] and linearization.to_device(inputs_at(loader, numbers["positions"]))
+        drawn, counts = None, None
+        if numbers["positions"]:
+            batch = batch_at(loader, numbers["positions"])
+            drawn = linearization.to_device(batch.inputs)
+            counts = target_weights(survey.likelihood, batch.targets, batch.weights)
     else:
 
         def reservoir_for(num_outputs: int) -> Reservoir | None:
@@ -248,7 +257,7 @@ def _look_at(
         survey, reservoir = survey_of(
             loader, linearization, settings.likelihood, settings.estimated_noise, reservoir_for, progress
         )
-        drawn = reservoir.inputs if reservoir else None
+        drawn, counts = (reservoir.inputs, reservoir.counts) if reservoir else (None, None)
         if checkpoint is not None:
             numbers = {
                 "survey": serialization.survey_numbers(survey),
@@ -256,7 +265,11 @@ def _look_at(
                 "fingerprints": [data, fingerprint_of(given)],
             }
             checkpoint.write("survey", {}, numbers)
-    return survey, drawn if given is None else given, data
+    if given is not None:
+        return survey, given, torch.zeros(num_inputs(given), 1), data  # not known to be among the data
+    if counts is None:
+        counts = torch.ones(0 if drawn is None else num_inputs(drawn), 1)
+    return survey, drawn, counts, data
 
 
 # The posterior --------------------------------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ from sublaplace.arguments import (
     checked_positive,
     checked_prior,
     checked_projector,
+    checked_seed,
     checked_share,
     checked_subspace_inputs,
+    checked_tolerance,
     optional_count,
 )
 from sublaplace.certificate import Bounds, Certificate
@@ -132,8 +134,8 @@ class SubspaceLaplace:
             num_subspace_inputs=optional_count(num_subspace_inputs, "num_subspace_inputs"),
             complement=complement,
             complement_weight=checked_complement_weight(complement_weight, complement),
-            seed=seed,
-            direction_tolerance=direction_tolerance,
+            seed=checked_seed(seed),
+            direction_tolerance=checked_tolerance(direction_tolerance),
             certified=certified,
             captured=checked_share(captured, "captured"),
             max_dim=optional_count(max_dim, "max_dim"),
@@ -152,6 +154,7 @@ class SubspaceLaplace:
         self._fingerprint: tuple[object, ...] = ()
         self._stages: dict[str, Stage] = {}
         self._kfac_trace_ratios: dict[str, float] = {}
+        self._captured: float | None = None  # as the fit found it
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 
@@ -175,8 +178,9 @@ class SubspaceLaplace:
         linearization = self._new_linearization()
         fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
         self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
-        self._linearization, self._data = linearization, loader
+        self._linearization, self._layout, self._data = linearization, linearization.layout, loader
         self._stages, self._kfac_trace_ratios = fitted.stages, fitted.kfac_trace_ratios
+        self._captured = fitted.captured
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
@@ -210,6 +214,7 @@ class SubspaceLaplace:
         """
         if link not in LINKS:
             raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+        checked_count(samples, "samples")
         posterior, survey = self._fitted()
         self._require_room_for_covariances(x)
         means, covariances = [], []
@@ -305,14 +310,15 @@ class SubspaceLaplace:
         Λ⁻¹Jᵀ by block conjugate gradients to a relative residual of `tolerance`, without any matrix of p × p.
         `.covariance` is (n, C, C), or (nC, nC) with `joint`; the true one lies above it by at most `.error`, in
         every direction. The training data are read once an iteration (`.passes`: ten to forty usually, more where λ is
-        small). float64 models reach any tolerance; in float32 rounding may end the search before, as
-        `.relative_residual` tells. Memory: 8·p·n·C numbers.
+        small). Rounding, or too little memory for the directions of earlier iterations, may end the search before, as a
+        warning and `.relative_residual` tell. Memory: 8·p·n·C numbers, and the memory budget.
         """
         posterior, survey = self._fitted()
         linearization = self._usable_linearization()
+        checked_positive(tolerance, "tolerance")
         if self._data is None:
             raise RuntimeError("The full covariance needs the training data, which are not saved: fit again.")
-        inputs = linearization.to_device(joined_inputs(x, "x"))
+        inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
         full = fitting.full_covariance_of(
             self._settings, posterior, survey, self._data, Jacobians(linearization, inputs), tolerance, progress
         )
@@ -407,7 +413,9 @@ class SubspaceLaplace:
     def truncate(self, dim: int) -> "SubspaceLaplace":
         """The same posterior in the leading `dim` dimensions, without a pass over the data."""
         subspace = self._subspace()
-        if checked_dim(dim) > subspace.dim:
+        if checked_dim(dim, 0) == 0:
+            raise ValueError("Cannot truncate to dim=0: at least one dimension must be left.")
+        if dim > subspace.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
         whole = self._posterior if isinstance(self._posterior, ComplementedPosterior) else subspace
         certificate = None if self._certificate is None else self._certificate.truncated(dim)
@@ -416,7 +424,7 @@ class SubspaceLaplace:
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """The same subspace under another λ, without a pass over the data (P was built at the old λ)."""
         posterior, _ = self._fitted()
-        prior = checked_prior(prior_precision)
+        prior = checked_positive(prior_precision, "prior_precision")
         certificate = None if self._certificate is None else self._certificate.with_prior(prior)
         return self._with(posterior.with_prior(prior), certificate)
 
@@ -485,6 +493,7 @@ class SubspaceLaplace:
                 self._certificate = self._certificate.with_scale(scales[0]) if len(scales) == 1 else None
         self._posterior, self._survey = posterior.with_prior(prior), survey
         self._certificate = None if self._certificate is None else self._certificate.with_prior(prior)
+        self._captured = None
         return self
 
     def sample(self, count: int) -> Tensor:
@@ -604,16 +613,18 @@ class SubspaceLaplace:
         return la
 
     def summary(self) -> str:
-        """What was fitted, as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage."""
+        """What was fitted, as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage; and with
+        `certified` or dim="auto" the captured share of the trace."""
         posterior, survey = self._fitted()
+        linearization = self._usable_linearization()
         return summary_text(
-            repr(self), posterior, survey, self._usable_linearization(), self._stages, self._kfac_trace_ratios
+            repr(self), posterior, survey, linearization, self._stages, self._kfac_trace_ratios, self._captured
         )
 
     def _with(self, posterior: Posterior, certificate: Certificate | None) -> "SubspaceLaplace":
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._posterior, other._certificate = posterior, certificate
+        other._posterior, other._certificate, other._captured = posterior, certificate, None
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ many, and a block of r vectors searches a space that grows by r dimensions a pas
 far fewer passes than each alone.
 """
 
+import warnings
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from sublaplace.precision import BlockPrecision
 from sublaplace.projection import Basis
 
 _MOST_PASSES = 200
-_PATIENCE = 10  # passes without progress after which rounding is blamed
+_PATIENCE = 30  # passes without progress after which rounding is blamed
 
 
 class Solution(NamedTuple):
@@ -46,7 +48,7 @@ class MatrixFreePrecision:
     r"""Λ = GGN + λI, by products with vectors. `preconditioner` is an invertible approximation of it, KFAC usually.
 
     Cost of `matmul`: a pass over the data with K backward passes and 2·K·p·r multiplications an input; of `solve`: one
-    such pass an iteration; memory 7·p·r.
+    such pass an iteration; memory 7·p·r, and the memory budget for directions of earlier iterations, 2·p·r each.
     """
 
     stream: CurvatureStream
@@ -70,10 +72,11 @@ class MatrixFreePrecision:
     def solution(self, vectors: Vectors) -> Solution:
         r"""Λ⁻¹ b by block conjugate gradients.
 
-        Every pass multiplies the preconditioned remainders Z by Λ, makes them Λ-orthogonal to the directions before,
+        Every pass multiplies the preconditioned remainders Z by Λ, makes them Λ-orthogonal to the directions before
+        (all that fit into the memory budget, the last at least: in exact arithmetic the last would do),
         takes a Λ-orthonormal basis D of them (without what is rounding) and moves x by D (Dᵀr). A last pass takes the
         true remainder b − Λx, from which it starts again where rounding has led the updated one astray. Ends
-        at the tolerance, or with what was reached when a new start does not halve the residual.
+        at the tolerance, or with what was reached when a new start does not halve the residual, and a warning.
         """
         layout = self.stream.linearization.layout
         like = next(iter(vectors.values()))
@@ -95,12 +98,18 @@ class MatrixFreePrecision:
             for name, part in remainder.items():
                 torch.sub(vectors[name], product.pop(name), out=part)
             before, reached = reached, float((gram_diagonal(remainder).sqrt() / lengths).max())
+        if not reached <= self.tolerance:
+            warnings.warn(
+                f"Conjugate gradients ended at a relative residual of {reached:.1e}, above the tolerance "
+                f"{self.tolerance:.1e}, after {passes} passes over the data. A float64 model, a larger memory_budget, "
+                "a larger prior precision or fewer inputs at a time help.",
+                stacklevel=4,
+            )
         return Solution(x, remainder, reached, passes)
 
     def _descend(self, x: Vectors, remainder: Vectors, lengths: Tensor) -> int:
         """Conjugate gradients from x and its remainder, both updated, to the tolerance or a standstill; the passes."""
-        directions: Vectors | None = None
-        products: Vectors = {}
+        searched: deque[tuple[Vectors, Vectors]] = deque(maxlen=self._remembered(len(lengths)))
         eps = torch.finfo(self.stream.linearization.dtype).eps
         best, since = torch.inf, 0
         for passes in range(_MOST_PASSES):
@@ -111,16 +120,27 @@ class MatrixFreePrecision:
                 return passes
             Z = self.preconditioner.solve({name: part.clone() for name, part in remainder.items()})
             AZ = self.matmul(Z)
-            if directions is not None:
-                overlap = cross_gram(AZ, directions)
-                _subtract(Z, overlap, directions)
-                _subtract(AZ, overlap, products)
-            mix = _orthonormalising(cross_gram(Z, AZ), eps)
+            energies = _diagonal_products(Z, AZ)
+            for _ in range(2):  # once leaves rounding, relative to what was taken away
+                for directions, products in searched:
+                    overlap = cross_gram(AZ, directions)
+                    _subtract(Z, overlap, directions)
+                    _subtract(AZ, overlap, products)
+            mix = _orthonormalising(cross_gram(Z, AZ), energies, eps)
+            if not len(mix):
+                return passes + 1  # nothing but rounding is left of the new directions
             directions, products = combine(mix, Z), combine(mix, AZ)
+            searched.append((directions, products))
             step = cross_gram(remainder, directions)
             _subtract(x, -step, directions)
             _subtract(remainder, step, products)
         return _MOST_PASSES
+
+    def _remembered(self, count: int) -> int:
+        """How many blocks of `count` directions, with their products, fit into the memory budget."""
+        linearization = self.stream.linearization
+        block = 2 * count * linearization.layout.num_parameters * linearization.dtype.itemsize
+        return max(1, linearization.memory_budget // block)
 
     def full_covariance(self, jacobians: Jacobians) -> FullCovariance:
         r"""J Λ⁻¹ Jᵀ over all inputs together, (nC, nC) in float64, from below.
@@ -150,10 +170,19 @@ def _subtract(vectors: Vectors, weights: Tensor, others: Vectors) -> None:
         part.addmm_(weights.to(part.dtype), others[name], alpha=-1)
 
 
-def _orthonormalising(products: Tensor, eps: float) -> Tensor:
-    """T (q, r) with T products Tᵀ = I, for the q ≤ r directions that are above rounding."""
-    length = products.diagonal().clamp_min(torch.finfo(products.dtype).tiny).rsqrt()
+def _diagonal_products(vectors: Vectors, others: Vectors) -> Tensor:
+    """The products of each vector with its partner: (r,) in float64."""
+    parts = [(part.double() * others[name].double()).sum(1) for name, part in vectors.items()]
+    return torch.stack(parts).sum(0)
+
+
+def _orthonormalising(products: Tensor, energies: Tensor, eps: float) -> Tensor:
+    """T (q, r) with T products Tᵀ = I, for the q ≤ r directions that are above rounding.
+
+    `energies` are the diagonal of the products before the directions of earlier iterations were taken out.
+    """
+    length = energies.clamp_min(torch.finfo(products.dtype).tiny).rsqrt()
     scaled = products * length * length[:, None]
     values, vectors = torch.linalg.eigh((scaled + scaled.T) / 2)
-    kept = values > len(values) * eps * values[-1]
+    kept = values > len(values) * eps
     return (length[:, None] * vectors[:, kept] * values[kept].rsqrt()).T

@@ -29,7 +29,7 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ParameterLayout":
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         if not named:
             raise ValueError(
                 "The model has no parameter that requires grad, so nothing can be uncertain. "
@@ -77,12 +77,9 @@ class ParameterLayout:
 
     @staticmethod
     def fingerprint(model: nn.Module) -> tuple[object, ...]:
-        """Numbers that tell whether parameters or buffers have changed. Cost: reads them once."""
+        """Numbers that tell whether parameters or buffers have changed, or changed places. Cost: reads them once."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        return tuple(
-            (name, t.dtype, tuple(t.shape), float(t.double().sum()), float(t.double().square().sum()))
-            for name, t in ((name, tensor.detach()) for name, tensor in tensors)
-        )
+        return tuple((name, t.dtype, tuple(t.shape), *_moments(t.detach().double().flatten())) for name, t in tensors)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """(count, size) matrices side by side: (count, p)."""
@@ -154,3 +151,9 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             if buffer._version != version:
                 with torch.no_grad():
                     buffer.copy_(value)
+
+
+def _moments(values: Tensor) -> tuple[float, float, float]:
+    """Sums that change with any of the values, and with their order."""
+    places = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
+    return float(values.sum()), float(values @ values), float(values @ places)

@@ -155,13 +155,13 @@ def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Ev
     has_noise = isinstance(survey.likelihood, Gaussian)
     occam: Occam
     if isinstance(posterior, ComplementedPosterior):
-        inside, noise = posterior.inside, survey.noise_std
+        inside, stds = posterior.inside, survey.likelihood.stds if isinstance(survey.likelihood, Gaussian) else ()
         occam = ComplementOccam(
             posterior.outside.curvature_eigenvalues(),
             posterior.outside_in_subspace,
             inside.curvature,
             inside.gram,
-            noise if has_noise and isinstance(noise, float) else None,
+            stds[0] if len(stds) == 1 else None,
         )
         return Evidence(survey.log_likelihood, occam, squared_norm, has_noise)
     assert isinstance(posterior, SubspacePosterior | BlockPrecision | DensePrecision | DualPrecision)

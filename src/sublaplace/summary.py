@@ -20,6 +20,7 @@ def summary_text(
     linearization: Linearization,
     stages: dict[str, Stage],
     kfac_trace_ratios: dict[str, float],
+    captured: float | None,
 ) -> str:
     """Sizes, λ, σ, how parameters are treated, and what each stage of the fit took."""
     layout = linearization.layout
@@ -33,6 +34,10 @@ def summary_text(
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if survey.estimated_noise else ''}"))
     lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
     lines += _structure(posterior)
+    if captured is not None:
+        lines.append(
+            _line("captured share", f"at least {captured:.1%} of the full trace, on subspace inputs (held back if any)")
+        )
     if kfac_trace_ratios:
         least, most = (f(kfac_trace_ratios, key=kfac_trace_ratios.__getitem__) for f in (min, max))
         ends = f"{kfac_trace_ratios[least]:.2f} ({least}) to {kfac_trace_ratios[most]:.2f} ({most})"

@@ -91,7 +91,7 @@ def survey_of(
             reservoir = reservoir_for(outputs.shape[1])
         counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
-            reservoir.add(inputs, position, None if counts is None else counts.amax(1) > 0)
+            reservoir.add(inputs, position, counts)
         counted += len(outputs) if counts is None else float(counts.amax(1).sum())
         if isinstance(likelihood, Gaussian):
             residuals = residuals.joined(Residuals.of(targets - outputs, weights))

@@ -16,9 +16,7 @@ WEIGHTS = tuple(2.0**k for k in range(-6, 7))
 _FEW_INPUTS = 16  # for which the exact covariance comes from conjugate gradients, where the exact GGN does not fit
 
 
-def with_fitted_weight(
-    posterior: Weighted, context: ProjectorContext, inputs: Jacobians, in_the_data: bool
-) -> Weighted:
+def with_fitted_weight(posterior: Weighted, context: ProjectorContext, inputs: Jacobians, counts: Tensor) -> Weighted:
     r"""The posterior with the weight w of K in Ψ_K = (wK + λ)⁻¹ that brings it nearest to the full one.
 
     KFAC misses the size of the curvature by a factor that differs from network to network. w is the power of two,
@@ -35,32 +33,32 @@ def with_fitted_weight(
         inputs = Jacobians(inputs.linearization, select(inputs.inputs, slice(0, _FEW_INPUTS)))
         precision = MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3)
         covariances = _diagonal_blocks(precision.full_covariance(inputs).covariance, num_inputs(inputs.inputs))
-    return nearest(posterior, covariances, inputs, context.stream.likelihood, in_the_data)
+    return nearest(posterior, covariances, inputs, context.stream.likelihood, counts)
 
 
-def nearest(
-    posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: Likelihood, in_the_data: bool
-) -> Weighted:
+def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: Likelihood, counts: Tensor) -> Weighted:
     r"""The posterior with the weight at which the divergence of the predictives, Σ_i KL(p_i ‖ p̃_i), is least.
 
     p_i is what is predicted with Σ_i, one of `exact` (n, C, C), p̃_i with the posterior's covariance: for regression
     N(f, Σ + σ²), for classification the probabilities by the probit link. (The Gaussians of the logits would weigh all
     directions alike, also those that hardly move a probability.) A posterior knows the inputs of its own training data
-    better than new ones. So where the given inputs are `in_the_data`, each is judged as if it had not been seen:
-    taking it out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
+    better than new ones. So each is judged as if it had not been seen: taking it out, Λ′ = Λ − JᵀHJ, gives by
+    Woodbury's identity
 
         Σ′ = (I − ΣH)⁻¹ Σ,    Σ̃′ = G Σ_P + G (J_c Ψ_K J_cᵀ) Gᵀ  with G = (I − Σ_P H)⁻¹,
 
-    with H the Hessian of its outputs: C × C matrices of what is known anyway. (KFAC, a mean over the data times their
-    number, hardly changes by one of them.)
+    with H the Hessian of its outputs, times how much each of its targets counts in the data: `counts`, (n, 1) or
+    (n, C), 0 for inputs that are not among them. These are C × C matrices of what is known anyway. (KFAC, a mean over
+    the data times their number, hardly changes by one of them.) The weight stays 1 where no other is better by more
+    than rounding.
     """
     divergences = torch.zeros(len(WEIGHTS), dtype=torch.float64)
     start = 0
     for jacobian in inputs:
-        covariance = exact[start : start + jacobian.num_inputs]
-        start += jacobian.num_inputs
+        part = slice(start, start + jacobian.num_inputs)
+        covariance, start = exact[part], part.stop
         identity = torch.eye(covariance.shape[1], dtype=torch.float64, device=covariance.device)
-        H = _hessians(jacobian, likelihood) if in_the_data else torch.zeros_like(covariance)
+        H = _hessians(jacobian, likelihood, counts[part].to(covariance))
         unseen = torch.linalg.solve(identity - covariance @ H, covariance)
         if isinstance(posterior, ComplementedPosterior):
             inside = posterior.inside.covariance(jacobian).double()
@@ -73,12 +71,15 @@ def nearest(
             approximation = grown @ inside + grown @ outside @ grown.transpose(1, 2)
             divergences[index] += likelihood.predictive_divergences(jacobian.outputs, unseen, approximation).sum().cpu()
         del jacobian  # or it would stand in memory beside the next one
-    return posterior.reweighted(WEIGHTS[int(divergences.argmin())])
+    divergences = divergences.nan_to_num(nan=torch.inf)
+    best, plain = int(divergences.argmin()), WEIGHTS.index(1.0)
+    better = divergences[plain] - divergences[best] > 1e-6 * divergences[plain] + 1e-8 * len(exact)
+    return posterior.reweighted(WEIGHTS[best if better else plain])
 
 
-def _hessians(jacobian: Jacobian, likelihood: Likelihood) -> Tensor:
-    """H of every input: (n, C, C) in float64."""
-    roots = likelihood.cotangents(jacobian.outputs).double()
+def _hessians(jacobian: Jacobian, likelihood: Likelihood, counts: Tensor) -> Tensor:
+    """H of every input, as it stands in the data: (n, C, C) in float64."""
+    roots = likelihood.cotangents(jacobian.outputs).double() * counts.sqrt()[:, None, :]
     scales = torch.tensor(likelihood.curvature_scales, dtype=torch.float64, device=roots.device)
     return roots.transpose(1, 2) @ (scales[:, None] * roots)
 

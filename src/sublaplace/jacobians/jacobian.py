@@ -59,13 +59,6 @@ class Jacobian:
                 result[:, :, places] = self.blocks[name].columns(indices)
         return self.require_finite(result)
 
-    def squared_norms(self) -> Tensor:
-        """‖row‖² for each row: (n, K)."""
-        result = self.outputs.new_zeros(self.num_inputs, self.num_rows)
-        for block in self.blocks.values():
-            result += block.rows().square().sum(-1)
-        return result
-
     def dense_rows(self) -> Tensor:
         """All rows, (n·K, p): for small networks and references only."""
         n, K = self.num_inputs, self.num_rows

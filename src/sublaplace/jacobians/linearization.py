@@ -234,15 +234,14 @@ class Linearization:
                 f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it gave {shape}. "
                 "Wrap it in a module that returns such a tensor."
             )
-        if not torch.isfinite(outputs).all():
+        if not torch.isfinite(outputs).all() or _has_non_finite(inputs):
             raise ValueError(self._non_finite(inputs))
         return outputs
 
     def _non_finite(self, inputs: Any) -> str:
         """Where NaN or infinity first appears: the inputs or a layer."""
-        for leaf in tree_flatten(inputs)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                return "The inputs hold NaN or infinity."
+        if _has_non_finite(inputs):
+            return "The inputs hold NaN or infinity."
         capture = Capture(self._names, num_inputs(inputs), keep_outputs=True)
         with torch.no_grad(), capture:
             self.forward(self.model, inputs)
@@ -396,6 +395,11 @@ class Linearization:
         blocks = run.blocks(rows)
         ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
         return Jacobian(self.layout, ordered, run.outputs.detach(), len(rows), repeats_inputs=rows.start > 0)
+
+
+def _has_non_finite(inputs: Any) -> bool:
+    leaves = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return any(not torch.isfinite(leaf).all() for leaf in leaves)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
         del jacobian  # or it would stand in memory beside the next one
     divergences = divergences.nan_to_num(nan=torch.inf)
     best, plain = int(divergences.argmin()), WEIGHTS.index(1.0)
-    better = divergences[plain] - divergences[best] > 1e-6 * divergences[plain] + 1e-8 * len(exact)
+    better = divergences[plain] - divergences[best] > 1e-6 * divergences[plain] + 1e-13 * len(exact)
     return posterior.reweighted(WEIGHTS[best if better else plain])
 
 

@@ -69,6 +69,7 @@ def in_group(rank, size, port, folder, work, *arguments):
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group.init_process_group("gloo", rank=rank, world_size=size)
+    group.barrier()  # or one that is done at once would be gone before a late one has found it
     try:
         result = work(*arguments)
     except Exception as error:

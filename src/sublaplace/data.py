@@ -108,13 +108,11 @@ def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
         stop = start + num_inputs(batch.inputs)
         for position in wanted.intersection(range(start, stop)):
             one = slice(position - start, position - start + 1)
-            weights = None if batch.weights is None else batch.weights[one]
-            found[position] = Batch(select(batch.inputs, one), batch.targets[one], weights)
+            weight = torch.ones(1) if batch.weights is None else batch.weights[one]
+            found[position] = Batch(select(batch.inputs, one), batch.targets[one], weight)
         start = stop
-    chosen = [found[position] for position in positions]
-    given = [batch.weights for batch in chosen if batch.weights is not None]
-    weights = torch.cat(given) if len(given) == len(chosen) else None
-    return Batch(join([batch.inputs for batch in chosen]), torch.cat([batch.targets for batch in chosen]), weights)
+    inputs, targets, weights = zip(*(found[position] for position in positions), strict=True)
+    return Batch(join(list(inputs)), torch.cat(targets), torch.cat(weights))
 
 
 def join(batches: list[Any]) -> Any:

@@ -22,7 +22,7 @@ from sublaplace.precision import BlockPrecision
 from sublaplace.projection import Basis
 
 _MOST_PASSES = 200
-_PATIENCE = 30  # passes without progress after which rounding is blamed
+_PATIENCE = 20  # passes without progress after which rounding is blamed
 
 
 class Solution(NamedTuple):

@@ -236,6 +236,12 @@ def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_bac
     assert 1 <= expected < whole.dim, "the test needs a share that is reached, but not at once"
     assert la.dim == expected
     assert torch.allclose(la.functional_covariance(inputs), whole.truncate(expected).functional_covariance(inputs))
+    # What was guaranteed when it chose still is: the upper bound is that of all dimensions that were tried.
+    assert (
+        float(la.captured(held_back)[-1]) == pytest.approx(float(shares[expected - 1]))
+        and shares[expected - 1] >= target
+    )
+    assert torch.allclose(la.bounds(inputs).upper, whole.bounds(inputs).upper)
 
 
 def test_auto_warns_where_the_share_is_not_reached():

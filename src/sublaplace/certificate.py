@@ -77,11 +77,12 @@ class Certificate:
     subspace: SubspacePosterior
     nystroem: Nystroem  # of at least as many dimensions; without a single scale of the likelihood
     scale: float  # that one; 1 where there are several
+    above: int  # how many dimensions the upper bound uses, which may be more than the subspace has left
 
     @classmethod
     def of(cls, subspace: SubspacePosterior, product: Vectors, scale: float) -> "Certificate":
         """From Yᵀ without a single scale of the likelihood, (s, size) a parameter, which is overwritten."""
-        return cls(subspace, Nystroem.of(product, subspace.curvature / scale), scale)
+        return cls(subspace, Nystroem.of(product, subspace.curvature / scale), scale, subspace.dim)
 
     @property
     def product(self) -> Vectors:
@@ -96,12 +97,16 @@ class Certificate:
 
     def truncated(self, dim: int) -> "Certificate":
         """Of the leading `dim` dimensions: a wider one."""
+        return replace(self, subspace=self.subspace.truncated(dim), above=dim)
+
+    def of_leading(self, dim: int) -> "Certificate":
+        """For the leading `dim` dimensions, with the upper bound that all of them give."""
         return replace(self, subspace=self.subspace.truncated(dim))
 
     @cached_property
     def _inner_factor(self) -> Tensor:
-        """The Cholesky factor of CᵀC + λ, for the dimensions of the subspace: (r, r)."""
-        C = self.nystroem.coefficients[: self.subspace.dim]
+        """The Cholesky factor of CᵀC + λ, for the dimensions that the upper bound uses: (r, r)."""
+        C = self.nystroem.coefficients[: self.above]
         inner = self.scale * (C.T @ C)
         inner.diagonal().add_(self.subspace.prior_precision)
         return cholesky(inner, "The inner matrix of the upper bound")

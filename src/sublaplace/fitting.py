@@ -176,7 +176,7 @@ def fit(
         if settings.dim == AUTO and held_back is not None:
             assert certificate is not None and isinstance(posterior, SubspacePosterior | ComplementedPosterior)
             dim = _smallest_dim(settings, certificate, Jacobians(linearization, settings.varied(held_back)))
-            posterior, certificate = posterior.truncated(dim), certificate.truncated(dim)
+            posterior, certificate = posterior.truncated(dim), certificate.of_leading(dim)
         if isinstance(posterior, ComplementedPosterior | BlockPrecision):
             if isinstance(settings.complement_weight, str):
                 with _noted(stages, "complement's weight", linearization.device):

@@ -97,7 +97,8 @@ def certificate_tensors(certificate: Certificate) -> tuple[dict[str, Tensor], di
     subspace, seen = certificate.subspace, certificate.nystroem
     tensors = {f"seen.{name}": part for name, part in seen.basis.items()}
     tensors |= {"seen_coefficients": seen.coefficients, "seen_factor": seen.factor}
-    numbers = {"scale": certificate.scale, "scales": subspace.scales, "prior_precision": subspace.prior_precision}
+    numbers = {"scales": subspace.scales, "prior_precision": subspace.prior_precision}
+    numbers |= {"scale": certificate.scale, "above": certificate.above}
     # The posterior may hold the same tensor, which a file must not hold twice.
     return {**tensors, "certified_curvatures": subspace.curvatures.clone()}, numbers
 
@@ -111,7 +112,7 @@ def certificate_from(
     subspace = SubspacePosterior(projection, curvatures, tensors["gram"], scales, numbers["prior_precision"])
     basis = {name: tensors[f"seen.{name}"] for name in layout.names}
     seen = Nystroem(basis, tensors["seen_coefficients"], tensors["seen_factor"])
-    return Certificate(subspace, seen, numbers["scale"])
+    return Certificate(subspace, seen, numbers["scale"], numbers["above"])
 
 
 def projection_tensors(projection: Projection) -> dict[str, Tensor]:

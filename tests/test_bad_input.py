@@ -889,6 +889,16 @@ def test_predictions_for_no_inputs_are_refused(use, given, monkeypatch):
         use(la)
 
 
+@pytest.mark.parametrize("given", [None, 3, "pictures", np.zeros((4, 3))], ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_inputs_that_are_no_tensors_are_refused(use, given, monkeypatch):
+    model = sensitive()
+    la = fitted(model)
+    monkeypatch.setitem(globals(), "X", given)
+    with refused(model, TypeError, "must be a tensor", type(given).__name__):
+        use(la)
+
+
 def test_truncation_to_more_dimensions_than_there_are_is_refused():
     model = sensitive()
     la = fitted(model)

@@ -72,6 +72,17 @@ def test_the_captured_share_is_guaranteed_and_grows(name, kind):
     assert torch.allclose(shares, la.trace(problem.new) / upper, rtol=1e-9)
 
 
+def test_inputs_without_any_gradient_leave_nothing_to_capture():
+    """A linear model without a bias: at x = 0 no parameter has an influence."""
+    model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    x = torch.randn(20, 3, dtype=torch.float64)
+    la = SubspaceLaplace(model, "regression", dim=2, noise_std=0.5).fit([(x, x[:, :2])])
+    zeros = torch.zeros(4, 3, dtype=torch.float64)
+    assert float(la.bounds(zeros).upper.abs().max()) == 0
+    assert torch.equal(la.captured(zeros), torch.ones(2, dtype=torch.float64))
+    assert float(la.captured(torch.cat([zeros, x]))[-1]) < 1
+
+
 def test_where_the_subspace_holds_all_of_the_curvature_both_bounds_are_the_full_covariance():
     """With span Q ⊇ span GGN and the directions of J, nothing is left open."""
     problem = Problem("mlp", "classification")

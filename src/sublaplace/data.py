@@ -88,6 +88,11 @@ def input_batches(inputs: Any) -> Iterator[Any]:
     if isinstance(inputs, Tensor):
         yield inputs
         return
+    if not isinstance(inputs, Iterable) or isinstance(inputs, str) or hasattr(inputs, "__array__"):
+        raise TypeError(
+            "Inputs must be a tensor with the batch as its first dimension, a mapping or a loader of batches, not "
+            f"{type(inputs).__name__}; torch.as_tensor makes a tensor of an array."
+        )
     for batch in [inputs] if isinstance(inputs, Mapping) else inputs:
         labelled = "labels" in batch if isinstance(batch, Mapping) else _is_pair_or_weighted(batch)
         yield split_batch(batch).inputs if labelled else batch

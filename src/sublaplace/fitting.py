@@ -433,9 +433,10 @@ def full_covariance_of(
 
 
 def captured(certificate: Certificate, jacobians: Iterable[Any]) -> Tensor:
-    """Tr Σ_P over the upper bound of Tr Σ, for every leading dimension: (s,) in float64."""
-    below, above = zip(*(certificate.traces(jacobian) for jacobian in jacobians), strict=True)
-    return torch.stack(below).sum(0) / torch.stack(above).sum()
+    """Tr Σ_P over the upper bound of Tr Σ, for every leading dimension: (s,) in float64; 1 where both are zero."""
+    traces = [certificate.traces(jacobian) for jacobian in jacobians]
+    below, above = (torch.stack(part).sum(0) for part in zip(*traces, strict=True))
+    return below / above if above else torch.ones_like(below)
 
 
 def _smallest_dim(settings: Settings, certificate: Certificate, jacobians: Jacobians) -> int:

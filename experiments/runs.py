@@ -331,21 +331,23 @@ class SeedRun:
         corrupted = [s for s in self.test_sets[1:] if todo.on(s.name)]
         if not corrupted:
             return
+        wanted = {name for s in corrupted for name in (*FEASIBLE, KFAC, MAP) if todo.has(self._job(s.name, name))}
         sweeps: dict[str, Sweep] = {MAP: CertainSweep([0])}
         costs: dict[str, Cost | None] = {MAP: None}
         for name in FEASIBLE:
-            if any(todo.has(self._job(test_set.name, name)) for test_set in corrupted):
+            if name in wanted:
                 todo.say(f"{name} for corrupted inputs")
                 posterior, costs[name] = self._fits.leading(name)
                 sweeps[name] = _sweep_of(name, posterior, list(self.recipe.corrupted_dims))
-        kfac, costs[KFAC] = self._fits.curvature(KFAC)
-        sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
+        if KFAC in wanted:
+            kfac, costs[KFAC] = self._fits.curvature(KFAC)
+            sweeps[KFAC] = WholeSweep(kfac, [self.problem.linearization.layout.num_parameters])
         for test_set in corrupted:
             todo.say(test_set.name)
             if todo.has(self._job(test_set.name, TEMPERATURE)):
                 self._temperature(todo, test_set)
-            wanted = {name: s for name, s in sweeps.items() if todo.has(self._job(test_set.name, name))}
-            for name, scores in self._scores(test_set, self.problem, wanted).items():
+            left = {name: s for name, s in sweeps.items() if todo.has(self._job(test_set.name, name))}
+            for name, scores in self._scores(test_set, self.problem, left).items():
                 job = self._job(test_set.name, name)
                 self._write(todo, {job: scores}, costs[name], self._note(self.problem, corrupted=True))
 

@@ -167,9 +167,12 @@ def test_exact_ggn_is_dense_where_rows_are_many_and_dual_where_they_are_few(name
     assert close(dual.rows.T @ dual.rows, expected)
 
 
-def test_exact_ggn_is_whole_where_it_has_several_panels(monkeypatch):
+@pytest.mark.parametrize("wide", [1, 10**6], ids=["outer products", "rows"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_exact_ggn_is_whole_where_it_has_several_panels_and_outer_products(name, wide, monkeypatch):
     monkeypatch.setattr("sublaplace.curvature.ggn._PANEL", 7)
-    model, inputs = make("mlp", 5)
+    monkeypatch.setattr("sublaplace.curvature.ggn._WIDE", wide)
+    model, inputs = make(name, 5)
     assert close(exact_ggn(stream(model, inputs), 10**6, PRIOR).ggn, ggn_of(model, inputs))
 
 

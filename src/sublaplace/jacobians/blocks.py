@@ -130,6 +130,11 @@ class OuterBlock:
         return sum(use.positions for use in self.uses)
 
     @property
+    def is_single(self) -> bool:
+        """Whether a row is one outer product."""
+        return self.positions == 1 and self.groups == 1
+
+    @property
     def size(self) -> int:
         return self.groups * self.fan_in * self.fan_out
 

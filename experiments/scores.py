@@ -1,6 +1,8 @@
 """How posteriors are judged: by their distance to the full one, and by what they predict."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -12,6 +14,7 @@ from experiments.methods import Problem, outputs_of
 from experiments.scored_sets import TestSet
 from experiments.sweeps import Sweep
 from sublaplace import Jacobian, metrics
+from sublaplace.jacobians import OuterBlock
 from sublaplace.predictive import probit
 
 Scores = dict[str, float]
@@ -48,6 +51,8 @@ def predictive_scores(
     """
 
     def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        if len(sweeps) > 1:
+            jacobian = _with_kept_rows(jacobian)
         for name, sweep in sweeps.items():
             for s, covariance in zip(sweep.dims, sweep.covariances(jacobian), strict=True):
                 yield (name, s), covariance
@@ -56,6 +61,26 @@ def predictive_scores(
     for (name, s), found in _scores_of_all(problem, test_set.inputs, test_set.targets, covariances, traced).items():
         scores[name][s] = found
     return scores
+
+
+class _KeptRows(OuterBlock):
+    """A block that forms its rows once, for several posteriors."""
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return super().rows()
+
+    def rows(self) -> Tensor:
+        return self._rows
+
+
+def _with_kept_rows(jacobian: Jacobian) -> Jacobian:
+    """The same Jacobian, which keeps the rows that are asked for: n·K·p numbers, for the inputs of one chunk."""
+    blocks = {
+        name: _KeptRows(block.uses, block.num_rows, block.transposed) if isinstance(block, OuterBlock) else block
+        for name, block in jacobian.blocks.items()
+    }
+    return replace(jacobian, blocks=blocks)
 
 
 def _scores_of_all(

@@ -10,13 +10,17 @@ from torch import nn
 from experiments import networks, runs, training
 from experiments.colour_images import CIFAR10_MEAN, CIFAR10_STD, pixels_of, scaled
 from experiments.datasets import Dataset
+from experiments.fits import Fits
 from experiments.methods import Problem
 from experiments.recipes import RECIPES, TrainingRecipe
 from experiments.resnets import RESNET18_FILE, ResNet18, resnet18_of_imagenet
 from experiments.results import Results, Row
 from experiments.scored_sets import corruptions_of, scored_part, scored_sets
+from experiments.scores import predictive_scores
+from experiments.sweeps import SubspaceSweep, Sweep, WholeSweep
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
+from sublaplace.jacobians import OuterBlock
 
 RECIPE = replace(
     RECIPES["cifar10"],
@@ -117,6 +121,25 @@ def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, probl
         (found,) = {row.value for row in rows if (row.s, row.metric) == (16, "log_trace")}
         drawn = la.functional_covariance(run.draw(test_set).double(), joint=True)
         assert metrics.log_trace(drawn) == pytest.approx(found, rel=1e-6)
+
+
+def test_posteriors_that_share_a_pass_score_as_each_alone(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    (clean,) = scored_sets(RECIPE, problem.dataset, [])
+    fits = Fits(problem)
+    sweeps: dict[str, Sweep] = {
+        name: SubspaceSweep(fits.posterior(name, 16)[0], [8, 16])
+        for name in ("lowrank-isotropic", "lowrank-diagonal", "subset-magnitude")
+    }
+    sweeps["kfac"] = WholeSweep(fits.curvature("kfac")[0], [problem.linearization.layout.num_parameters])
+    apart = {name: predictive_scores(problem, clean, {name: sweep})[name] for name, sweep in sweeps.items()}
+    formed: list[OuterBlock] = []
+    rows = OuterBlock.rows
+    monkeypatch.setattr(OuterBlock, "rows", lambda block: formed.append(block) or rows(block))
+    together = predictive_scores(problem, clean, sweeps)
+    assert len(formed) == len({id(block) for block in formed}) > 0
+    for name, scores in apart.items():
+        for s, values in scores.items():
+            assert together[name][s] == pytest.approx(values, rel=1e-10)
 
 
 def test_corrupted_pictures_are_some_of_the_scored_ones_at_all_severities(folder: Path) -> None:

@@ -53,15 +53,17 @@ class Difference:
     def between(cls, ours: Estimate, paper: Quote) -> "Difference":
         """Rounding of the printed figures, half a unit of their last digit, counts for agreement.
 
-        A single seed of ours has the standard deviation of the paper's seeds.
+        The standard error of the difference is that of Student's test, from the pooled variance of our seeds and the
+        paper's: a few seeds of ours do not tell their own variance.
         """
         value = 0.0 if ours.mean == paper.mean else ours.mean - paper.mean  # −∞ agrees with −∞
         if paper.standard_error is None or not math.isfinite(value):
             return cls(value, None)
         rounding = 0.5 * 10.0**-paper.digits
-        theirs = paper.standard_error + rounding
-        error = ours.standard_error if ours.seeds > 1 else theirs * math.sqrt(PAPER_SEEDS)
-        return cls(value, max(abs(value) - rounding, 0.0) / math.hypot(error or 0.0, theirs))
+        n, m = ours.seeds, PAPER_SEEDS
+        squares = n * (n - 1) * (ours.standard_error or 0.0) ** 2 + m * (m - 1) * (paper.standard_error + rounding) ** 2
+        error = math.sqrt(squares / (n + m - 2) * (1 / n + 1 / m))
+        return cls(value, max(abs(value) - rounding, 0.0) / error)
 
 
 class Measurements:

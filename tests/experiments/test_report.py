@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind_from_stats
 
 from experiments.corruptions import MNIST_C
 from experiments.report import beyond, costs, write_report
@@ -136,6 +137,10 @@ def test_a_difference_counts_standard_errors_beyond_rounding() -> None:
     assert Difference.between(Estimate(0.3, 0.01, 2), Quote(0.29, None, 2)).standard_errors is None
     alone = Difference.between(Estimate(0.35, None, 1), Quote(0.29, 0.005, 2))  # a seed as one of the paper's five
     assert alone.standard_errors == pytest.approx(0.055 / (0.01 * math.sqrt(6)))
+    two = Difference.between(Estimate(0.35, 0.002, 2), Quote(0.29, 0.01, 12))
+    deviations = 0.002 * math.sqrt(2), 0.01 * math.sqrt(5)
+    student = ttest_ind_from_stats(0.35, deviations[0], 2, 0.29, deviations[1], 5).statistic
+    assert two.standard_errors == pytest.approx(student)
     assert Difference.between(Estimate(-math.inf, None, 5), Quote(-math.inf, None, 0)).value == 0
 
 

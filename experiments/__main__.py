@@ -26,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     except datasets.DataFileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on from here.", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -461,6 +461,17 @@ def test_commands_explain_bad_input(capsys: pytest.CaptureFixture[str], monkeypa
     assert "SUBLAPLACE_DATA=/nowhere/at/all is not a folder" in capsys.readouterr().err
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> Dataset:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.datasets.load", interrupted)
+    assert main(["train", "enb", "--seeds", "1"]) == 130
+    assert "same command goes on" in capsys.readouterr().err
+
+
 def test_list_shows_every_data_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     results = Results(tmp_path / "results.csv")
     results.add([Row("mnist-c/fog", 0, "map", 0, "nll", 1.0), Row("mnist", 0, "map", 0, "nll", 1.0)])

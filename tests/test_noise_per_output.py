@@ -22,7 +22,7 @@ from torch.distributions import MultivariateNormal, Normal
 from sublaplace import Basis, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
 from sublaplace.jacobians import Linearization
-from sublaplace.likelihoods import Residuals
+from sublaplace.residuals import Residuals
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 PRIOR = 0.7

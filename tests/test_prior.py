@@ -17,8 +17,8 @@ from torch.distributions import Normal
 from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace, metrics
 from sublaplace.curvature import CurvatureStream, kronecker_ggn
 from sublaplace.jacobians import Linearization
-from sublaplace.likelihoods import Residuals
 from sublaplace.prior import EigenvalueOccam, Evidence
+from sublaplace.residuals import Residuals
 
 FIXTURE = Path(__file__).parent / "fixtures" / "laplace_torch_marglik.safetensors"
 KINDS = ["classification", "given noise", "estimated noise"]

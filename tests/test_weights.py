@@ -24,8 +24,8 @@ from sublaplace import PROJECTORS, Basis, Bernoulli, Categorical, Gaussian, Subs
 from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
 from sublaplace.jacobians import Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.likelihoods import Residuals
 from sublaplace.projectors.swag import swag_variances
+from sublaplace.residuals import Residuals
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,6 +1,6 @@
 """Bounds between which the full Laplace approximation must lie, from products with the subspace alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -141,3 +141,8 @@ class Certificate:
         for root in self._roots(jacobian):
             above += root.square().sum()
         return self.subspace.traces(jacobian), above
+
+    def captured(self, jacobians: Iterable[Jacobian]) -> Tensor:
+        """Tr Σ_P over the upper bound of Tr Σ, for every leading dimension: (s,) in float64; 1 where both are zero."""
+        below, above = (torch.stack(part).sum(0) for part in zip(*map(self.traces, jacobians), strict=True))
+        return below / above if above else torch.ones_like(below)

@@ -13,111 +13,31 @@ import torch
 from torch import Tensor
 
 from sublaplace import serialization
-from sublaplace.arguments import AUTO, FITTED
+from sublaplace.arguments import AUTO
 from sublaplace.certificate import Certificate
 from sublaplace.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.complement import ComplementedPosterior
-from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature import reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data import Reservoir, batch_at
 from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobians, Linearization
 from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.likelihoods import Likelihood, target_weights
-from sublaplace.matrix_free import FullCovariance, MatrixFreePrecision
+from sublaplace.likelihoods import target_weights
 from sublaplace.memory import peak_bytes, require, require_disk
 from sublaplace.parameters import Vectors
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.precision import BlockPrecision
 from sublaplace.prior import evidence_of
 from sublaplace.projection import Projection
-from sublaplace.projectors.context import Projector, ProjectorContext
+from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.names import PROJECTORS
-from sublaplace.subspace_inputs import joined_inputs, perturbed, split
-from sublaplace.survey import NoiseEstimate, Survey, survey_of
+from sublaplace.settings import Settings
+from sublaplace.subspace_inputs import joined_inputs, split
+from sublaplace.survey import Survey, survey_of
 from sublaplace.weighting import with_fitted_weight
 
-DEFAULT_MAX_DIM = 500
 _NEEDS_NO_INPUTS = ("subset-magnitude", "subset-diagonal", "subset-swag", "last-layer", "full")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user decided; see `SubspaceLaplace`."""
-
-    likelihood: Likelihood
-    estimated_noise: NoiseEstimate | None
-    projector: str | Projector
-    dim: int | str
-    prior_precision: float | None  # None: tuned
-    subspace_inputs: Any
-    num_subspace_inputs: int | None
-    complement: str | None
-    complement_weight: float | str
-    seed: int
-    direction_tolerance: float | None
-    certified: bool
-    captured: float
-    max_dim: int | None
-    perturbation: float
-
-    @property
-    def projector_name(self) -> str:
-        return self.projector if isinstance(self.projector, str) else getattr(self.projector, "__name__", "custom")
-
-    @property
-    def largest_dim(self) -> int:
-        """s, or the most that "auto" may choose."""
-        return (self.max_dim or DEFAULT_MAX_DIM) if isinstance(self.dim, str) else self.dim
-
-    @property
-    def num_vectors(self) -> int:
-        """How many columns P has, if it is a matrix and not a choice of parameters: the most that it may have."""
-        name = self.projector_name
-        return 0 if name in ("full", "last-layer") or name.startswith("subset") else self.largest_dim
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether a part of X′ is not for P, but to choose s or the weight of the complement."""
-        return self.dim == AUTO or self.complement_weight == FITTED
-
-    def varied(self, inputs: Any) -> Any:
-        """Drawn inputs, with noise where that is asked for."""
-        if inputs is None or not isinstance(self.subspace_inputs, str):
-            return inputs
-        return perturbed(inputs, self.perturbation, self.seed)
-
-    @property
-    def makes_certificate(self) -> bool:
-        return self.certified or self.dim == AUTO
-
-    def stream(
-        self, loader: Iterable[Any], linearization: Linearization, survey: Survey, progress: bool
-    ) -> CurvatureStream:
-        tolerance = self.direction_tolerance
-        if tolerance is None:
-            tolerance = 0.0 if linearization.dtype == torch.float64 else 1e-8
-        return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
-
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with, beside the model and the data."""
-        return {
-            "likelihood": serialization.likelihood_numbers(self.likelihood),
-            "estimated noise": self.estimated_noise,
-            "projector": self.projector_name,
-            "dim": self.dim,
-            "prior_precision": self.prior_precision,
-            "subspace_inputs": self.subspace_inputs if isinstance(self.subspace_inputs, str) else None,
-            "num_subspace_inputs": self.num_subspace_inputs,
-            "complement": self.complement,
-            "complement_weight": self.complement_weight,
-            "seed": self.seed,
-            "direction_tolerance": self.direction_tolerance,
-            "certificate": self.makes_certificate,
-            "captured": self.captured,
-            "max_dim": self.max_dim,
-            "perturbation": self.perturbation,
-        }
 
 
 @dataclass(frozen=True)
@@ -186,7 +106,7 @@ def fit(
         ratios = _kfac_trace_ratios(context, survey)
         share = None
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
-            share = float(captured(certificate, Jacobians(linearization, settings.varied(judged)))[-1])
+            share = float(certificate.captured(Jacobians(linearization, settings.varied(judged)))[-1])
     if checkpoint is not None:
         checkpoint.remove()
     return Fitted(posterior, survey, certificate, stages, ratios, share)
@@ -370,78 +290,9 @@ def _projection(settings: Settings, context: ProjectorContext) -> Projection:
     return projection
 
 
-def updated(
-    settings: Settings,
-    posterior: SubspacePosterior,
-    certificate: Certificate | None,
-    survey: Survey,
-    loader: Iterable[Any],
-    linearization: Linearization,
-    progress: bool,
-) -> tuple[SubspacePosterior, Certificate | None, Survey]:
-    """All three after more data, with P kept: one pass over these."""
-    with linearization.borrowed():
-        added, _ = survey_of(loader, linearization, survey.likelihood, None, lambda _: None, progress)
-        stream = settings.stream(loader, linearization, added, progress)
-        if certificate is None:
-            curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
-        else:
-            more, products = reduced_ggn_and_product(replace(stream, tolerance=0.0), posterior.projection)
-            curvatures = certificate.subspace.curvatures + more
-            product = {name: part.add_(products[name]) for name, part in certificate.product.items()}
-    joined = survey.joined(added)
-    scales = joined.likelihood.curvature_scales
-    posterior = replace(posterior, curvatures=curvatures, scales=scales)
-    if certificate is not None:
-        # With several scales the products were summed over the outputs: they are made anew when asked for.
-        certificate = Certificate.of(posterior, product, scales[0]) if len(scales) == 1 else None
-    return posterior, certificate, joined
-
-
-def certificate_of(
-    settings: Settings,
-    posterior: SubspacePosterior,
-    survey: Survey,
-    loader: Iterable[Any],
-    linearization: Linearization,
-    progress: bool,
-) -> Certificate:
-    """The certificate of a posterior that was fitted without one: one pass over the data, nothing dropped."""
-    stream = replace(settings.stream(loader, linearization, survey, progress), tolerance=0.0)
-    with linearization.borrowed():
-        curvatures, product = reduced_ggn_and_product(stream, posterior.projection)
-    return Certificate.of(replace(posterior, curvatures=curvatures), product, stream.scale)
-
-
-def full_covariance_of(
-    settings: Settings,
-    posterior: Posterior,
-    survey: Survey,
-    loader: Iterable[Any],
-    jacobians: Jacobians,
-    tolerance: float,
-    progress: bool,
-) -> FullCovariance:
-    """The full Laplace approximation's covariance of a few inputs, with KFAC as the preconditioner."""
-    stream = replace(settings.stream(loader, jacobians.linearization, survey, progress), tolerance=0.0)
-    with jacobians.linearization.borrowed():
-        if isinstance(posterior, ComplementedPosterior):
-            preconditioner = posterior.outside
-        else:
-            preconditioner = kronecker_ggn(stream, posterior.prior_precision)
-        return MatrixFreePrecision(stream, preconditioner, tolerance).full_covariance(jacobians)
-
-
-def captured(certificate: Certificate, jacobians: Iterable[Any]) -> Tensor:
-    """Tr Σ_P over the upper bound of Tr Σ, for every leading dimension: (s,) in float64; 1 where both are zero."""
-    traces = [certificate.traces(jacobian) for jacobian in jacobians]
-    below, above = (torch.stack(part).sum(0) for part in zip(*traces, strict=True))
-    return below / above if above else torch.ones_like(below)
-
-
 def _smallest_dim(settings: Settings, certificate: Certificate, jacobians: Jacobians) -> int:
     """The smallest leading s whose guaranteed share of the trace on held-back inputs reaches the target."""
-    shares = captured(certificate, jacobians)
+    shares = certificate.captured(jacobians)
     reached = torch.nonzero(shares >= settings.captured)
     if len(reached):
         return int(reached[0]) + 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sublaplace import checked_file, fitting, serialization
+from sublaplace import checked_file, fitting, later_passes, serialization
 from sublaplace.arguments import (
     AUTO,
     checked_complement,
@@ -32,7 +32,7 @@ from sublaplace.certificate import Bounds, Certificate
 from sublaplace.complement import ComplementedPosterior
 from sublaplace.data import Chained, checked_loader, input_batches, with_labels_under
 from sublaplace.distributed import shared_out
-from sublaplace.fitting import Settings, Stage
+from sublaplace.fitting import Stage
 from sublaplace.jacobians import Jacobian, Jacobians, Linearization
 from sublaplace.jacobians.inputs import call_model, num_inputs
 from sublaplace.likelihoods import Gaussian, Likelihood, Noise
@@ -45,6 +45,7 @@ from sublaplace.predictive import LINKS, Prediction
 from sublaplace.prior import Evidence, best_prior_on, evidence_of
 from sublaplace.projection import Projection
 from sublaplace.projectors.context import Projector, ProjectorContext
+from sublaplace.settings import Settings
 from sublaplace.subspace_inputs import joined_inputs
 from sublaplace.summary import summary_text
 from sublaplace.survey import NoiseEstimate, Survey
@@ -286,7 +287,7 @@ class SubspaceLaplace:
         """
         certificate = self._certified(progress)
         with self._usable_linearization().borrowed():
-            return fitting.captured(certificate, self._jacobians(x, progress))
+            return certificate.captured(self._jacobians(x, progress))
 
     def _certified(self, progress: bool) -> Certificate:
         """The certificate; made from the training data where the fit did not."""
@@ -297,7 +298,7 @@ class SubspaceLaplace:
                     "Bounds need the products of the GGN with the subspace, which were not saved: fit with "
                     "certified=True before saving."
                 )
-            self._certificate = fitting.certificate_of(
+            self._certificate = later_passes.certificate_of(
                 self._settings, posterior, self._fitted()[1], self._data, linearization, progress
             )
         return self._certificate
@@ -319,7 +320,7 @@ class SubspaceLaplace:
         if self._data is None:
             raise RuntimeError("The full covariance needs the training data, which are not saved: fit again.")
         inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
-        full = fitting.full_covariance_of(
+        full = later_passes.full_covariance_of(
             self._settings, posterior, survey, self._data, Jacobians(linearization, inputs), tolerance, progress
         )
         if joint:
@@ -535,7 +536,7 @@ class SubspaceLaplace:
             )
         linearization = self._usable_linearization()
         loader = shared_out(self._checked_loader(loader))
-        updated, certificate, joined = fitting.updated(
+        updated, certificate, joined = later_passes.updated(
             self._settings, posterior, self._certificate, survey, loader, linearization, progress
         )
         other = self._with(updated, certificate)

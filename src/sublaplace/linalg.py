@@ -40,7 +40,7 @@ def symmetric_product(factor: Tensor) -> Tensor:
     result = factor.new_empty(*factor.shape[:-1], size)
     for start, stop in _strips(size):
         result[..., start:, start:stop] = factor[..., start:, :] @ factor[..., start:stop, :].mT
-    return _mirrored(result)
+    return mirrored(result)
 
 
 _SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
@@ -51,9 +51,11 @@ def _strips(size: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _mirrored(matrix: Tensor) -> Tensor:
-    """The lower strips of a symmetric matrix (…, r, r), copied to where the upper ones belong."""
+def mirrored(matrix: Tensor) -> Tensor:
+    """The lower triangle of matrices (…, r, r), copied to where the upper one belongs, in their own memory."""
     for start, stop in _strips(matrix.shape[-1]):
+        square = matrix[..., start:stop, start:stop]
+        square.copy_(square.tril() + square.tril(-1).mT)
         matrix[..., start:stop, stop:] = matrix[..., stop:, start:stop].mT
     return matrix
 
@@ -74,7 +76,7 @@ def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
                 exact = torch.linalg.solve_triangular(factor, exact, upper=False)
             for start, stop in _strips(count):
                 total[start:, start:stop].addmm_(exact[start:], exact[start:stop].T)
-    return _mirrored(total)
+    return mirrored(total)
 
 
 def _columns_of_piece(rows: int) -> int:

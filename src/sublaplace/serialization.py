@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from sublaplace.certificate import Certificate, Nystroem
 from sublaplace.checked_file import SavedFileError
 from sublaplace.complement import ComplementedPosterior
-from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Residuals
+from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from sublaplace.parameters import ParameterLayout
 from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.posterior import Posterior, SubspacePosterior
 from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision
 from sublaplace.projection import Basis, Projection, Subset
+from sublaplace.residuals import Residuals
 from sublaplace.survey import Survey
 
 

@@ -13,7 +13,8 @@ from sublaplace.data import Reservoir, split_batch
 from sublaplace.distributed import placed, ranks_of
 from sublaplace.jacobians import Linearization
 from sublaplace.jacobians.inputs import num_inputs
-from sublaplace.likelihoods import Gaussian, Likelihood, Noise, Residuals, target_weights
+from sublaplace.likelihoods import Gaussian, Likelihood, Noise, target_weights
+from sublaplace.residuals import Residuals
 
 NoiseEstimate = Literal["pooled", "per-output"]
 """How σ is estimated from the residuals: one for all outputs, or one for each."""

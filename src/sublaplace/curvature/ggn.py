@@ -8,6 +8,7 @@ from torch import Tensor
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.distributed import ranks_of
 from sublaplace.jacobians import Jacobian, OuterBlock
+from sublaplace.linalg import mirrored
 from sublaplace.parameters import ParameterLayout
 from sublaplace.precision import DensePrecision, DualPrecision
 
@@ -17,7 +18,7 @@ _WIDE = 32  # inputs of a layer from which on its outer products are used
 
 @dataclass(frozen=True)
 class _DenseSum:
-    r"""Σ VᵀV: at least its lower triangle, at half the cost of all; `whole` mirrors it.
+    r"""Σ VᵀV: at least its lower triangle, at half the cost of all.
 
     Where a layer is applied once an input, its K rows are outer products g aᵀ, and its share with all rows v is
     Σ_n a_n ⊗ (Σ_k g_nk v_nk): K times cheaper than that of other parameters, which are added panel by panel.
@@ -57,13 +58,6 @@ class _DenseSum:
                     else slice(start + output * I, start + (output + 1) * I)
                 )
                 self.ggn[places, :stop].addmm_(a.T, weighted[:, output - first])
-
-    def whole(self) -> Tensor:
-        for start, stop in _panels(0, len(self.ggn)):
-            square = self.ggn[start:stop, start:stop]
-            square.copy_(square.tril() + square.tril(-1).T)
-            self.ggn[:start, start:stop] = self.ggn[start:stop, :start].T
-        return self.ggn
 
     def tensors(self) -> dict[str, Tensor]:
         return {"ggn": self.ggn}
@@ -112,7 +106,7 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
     dense = _DenseSum(layout, torch.zeros(p, p, dtype=torch.float64, device=device))
     with stream.linearization.beside(p):
         stream.accumulate("exact GGN", dense)
-    return DensePrecision(layout, dense.whole().mul_(stream.scale), prior_precision, stream.scale)
+    return DensePrecision(layout, mirrored(dense.ggn).mul_(stream.scale), prior_precision, stream.scale)
 
 
 def exact_bytes(num_parameters: int, num_rows: int) -> int:

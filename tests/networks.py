@@ -146,6 +146,19 @@ class TwoInputs(nn.Module):
         return Logits(self.head((self.left(left) + self.right(right)).tanh()))
 
 
+class InfiniteSlope(nn.Module):
+    """Finite outputs with derivatives that are NaN: √ of negative numbers, masked afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(torch.where(h > 0, h.sqrt(), torch.zeros_like(h)))
+
+
 class Logits:
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits

@@ -1,302 +1,23 @@
-"""Bad input gets an error that says what is wrong and what to do, and the model is as it was before.
-
-`untouched` compares everything about a model that a user could notice. It is wrapped around every error here, and
-around
-interrupts at every place where they may happen.
-"""
+"""Bad input gets an error that says what is wrong and what to do, and the model is as it was before."""
 
 import math
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import make
-from test_laplace import labels, loader
+from networks import InfiniteSlope
+from sensitive import batches, data, fitted, refused, sensitive, untouched
+from test_laplace import loader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, SubspacePosterior
-
-# What must stay as it is ----------------------------------------------------------------------------------------------
-
-
-def state(model):
-    """Everything about a model that must survive; tensors as (object, value)."""
-
-    def kept(tensor):
-        return None if tensor is None else (id(tensor), tensor.detach().clone())
-
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {
-        "training": {name: module.training for name, module in model.named_modules()},
-        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
-        "grad": {name: kept(p.grad) for name, p in model.named_parameters()},
-        "parameters": {name: kept(p) for name, p in model.named_parameters()},
-        "buffers": {name: kept(b) for name, b in model.named_buffers()},
-        "hooks": {name: [list(getattr(module, kind)) for kind in hooks] for name, module in model.named_modules()},
-        "tensor hooks": {name: list(p._backward_hooks or ()) for name, p in model.named_parameters()},
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
-    }
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
-@contextmanager
-def untouched(model):
-    """Asserts, also after an error (while its traceback is still alive), that nothing about the model has changed."""
-    before = state(model)
-    try:
-        yield
-    finally:
-        after = state(model)
-        changed = [what for what in before if not same(before[what], after[what])]
-        assert not changed, f"changed: {', '.join(changed)}"
-
-
-@contextmanager
-def refused(model, exception, *words):
-    """The block raises `exception` with all `words` in its message and leaves the model untouched."""
-    with untouched(model), pytest.raises(exception) as caught:
-        yield
-    missing = [word for word in words if word.lower() not in str(caught.value).lower()]
-    assert not missing, f"{missing} not in: {caught.value}"
-
-
-class Sensitive(nn.Module):
-    """A network with everything that could be left behind: modes, flags, gradients, buffers, hooks."""
-
-    def __init__(self, outputs=3):
-        super().__init__()
-        self.first = nn.Linear(3, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.drop = nn.Dropout(0.5)
-        self.second = nn.Linear(6, 5)
-        self.head = nn.Linear(5, outputs)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.head(self.second(self.drop(self.norm(self.first(x)).tanh())).relu())
-
-
-def sensitive(outputs=3):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Sensitive(outputs).double()
-        model(torch.randn(20, 3).double()).sum().backward()
-    model.first.weight.requires_grad_(False)
-    model.first.bias.grad = None
-    model.train()
-    model.second.eval()
-    model.second.register_forward_hook(lambda module, arguments, output: output)
-    model.norm.register_forward_pre_hook(lambda module, arguments: None)
-    model.head.weight.register_hook(lambda gradient: gradient)
-    return model
-
-
-def data(n=8, outputs=3):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x, torch.arange(n) % outputs
-
-
-def batches(n=8, outputs=3, size=3):
-    return loader(*data(n, outputs), size)
+from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace
 
 
 def regression_batches(n=8, outputs=3):
     x, _ = data(n)
     return loader(x, torch.randn(n, outputs, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
-
-
-def fitted(model=None, **options):
-    return SubspaceLaplace(model or sensitive(), "classification", dim=4, **options).fit(batches())
-
-
-# Nothing is left behind, errors or not --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("projector", [*PROJECTORS, "full"])
-def test_fitting_and_predicting_leave_the_model_as_it_was(projector):
-    model = sensitive()
-    with untouched(model):
-        la = SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(batches())
-        la(data()[0])
-        la.predict(batches(), link="mc")
-        la.functional_variance(data()[0])
-        la.functional_covariance(data()[0], joint=True)
-
-
-@pytest.mark.parametrize("name", ["lstm", "attention", "free-parameters", "tied-weights", "residual-batch-norm"])
-def test_networks_that_take_the_general_path_are_left_as_they_were(name):
-    model, inputs = make(name, 6)
-    model.train()
-    with untouched(model):
-        SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))(inputs)
-
-
-def test_a_model_in_training_mode_is_evaluated_in_eval_mode():
-    model = sensitive()
-    model.train()
-    training = fitted(model)(data()[0])
-    assert model.training
-    assert model.drop.training
-    model.eval()
-    assert torch.equal(training, fitted(model)(data()[0]))
-
-
-def test_buffers_that_a_forward_pass_replaces_are_put_back():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3, dtype=torch.float64)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls = self.calls + 1
-            return self.linear(x)
-
-    model = Counting()
-    with untouched(model):
-        fitted(model)(data()[0])
-
-
-def test_the_global_random_state_is_not_touched():
-    model = sensitive()
-    before = torch.get_rng_state()
-    la = SubspaceLaplace(model, "classification", dim=4, num_subspace_inputs=5).fit(batches())
-    la(data()[0], link="mc")
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_prediction_under_inference_mode_and_no_grad_is_the_same():
-    model = sensitive()
-    la = fitted(model)
-    x = data()[0]
-    expected = la(x)
-    with torch.no_grad():
-        assert torch.equal(la(x), expected)
-    with torch.inference_mode():
-        assert torch.equal(la(x), expected)
-        assert torch.equal(fitted(model)(data()[0]), expected)
-
-
-class Interrupting:
-    """A loader whose batches end in Ctrl-C after `count` batches, over all passes."""
-
-    def __init__(self, source, count):
-        self.source, self.count = source, count
-
-    def __iter__(self):
-        for batch in self.source:
-            if self.count == 0:
-                raise KeyboardInterrupt
-            self.count -= 1
-            yield batch
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 4, 7])
-@pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-swag"])
-def test_an_interrupt_inside_a_batch_leaves_the_model_as_it_was(projector, count):
-    model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector=projector, dim=4)
-    with refused(model, KeyboardInterrupt):
-        la.fit(Interrupting(batches(), count))
-    with pytest.raises(RuntimeError, match="not fitted"):
-        la(data()[0])
-
-
-class InterruptedForward(Sensitive):
-    remaining = math.inf
-
-    def forward(self, x):
-        self.remaining -= 1
-        if self.remaining < 0:
-            raise KeyboardInterrupt
-        return super().forward(x)
-
-
-def interrupted_model():
-    model = sensitive()
-    model.__class__ = InterruptedForward
-    model.remaining = 10**6
-    return model
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 12])
-def test_an_interrupt_inside_the_forward_pass_of_a_fit_leaves_the_model_as_it_was(count):
-    model = interrupted_model()
-    la = SubspaceLaplace(model, "classification", dim=4)
-    model.remaining = count
-    with refused(model, KeyboardInterrupt):
-        la.fit(batches())
-
-
-def test_an_interrupt_inside_the_forward_pass_of_a_prediction_leaves_the_model_as_it_was():
-    model = interrupted_model()
-    la = fitted(model)
-    for member in (la, la.functional_variance, la.trace, lambda x: la.functional_covariance(x, joint=True)):
-        model.remaining = 0
-        with refused(model, KeyboardInterrupt):
-            member(data()[0])
-
-
-@pytest.mark.parametrize("member", ["covariance", "variance", "traces", "joint_covariance"])
-def test_an_interrupt_between_the_chunks_of_a_prediction_leaves_the_model_as_it_was(monkeypatch, member):
-    model = sensitive()
-    la = fitted(model)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SubspacePosterior, member, interrupt)
-    call = {
-        "covariance": la,
-        "variance": la.functional_variance,
-        "traces": la.trace,
-        "joint_covariance": lambda x: la.functional_covariance(x, joint=True),
-    }[member]
-    with refused(model, KeyboardInterrupt):
-        call(data()[0])
-
-
-def test_an_interrupt_inside_a_loader_of_a_prediction_leaves_the_model_as_it_was():
-    model = sensitive()
-    la = fitted(model)
-    with refused(model, KeyboardInterrupt):
-        la.predict(Interrupting(batches(), 1))
-
-
-def test_an_interrupt_inside_a_projector_leaves_the_model_as_it_was():
-    def interrupting(context):
-        for _ in context.stream.jacobians("some pass"):
-            raise KeyboardInterrupt
-
-    model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector=interrupting, dim=4)
-    with refused(model, KeyboardInterrupt):
-        la.fit(batches())
-
-
-def test_a_fit_that_fails_leaves_the_earlier_one_in_place():
-    model = sensitive()
-    la = fitted(model)
-    before = la(data()[0])
-    x, y = data()
-    with refused(model, ValueError, "labels"):
-        la.fit([(x, y), (x, y + 1)])
-    assert torch.equal(la(x), before)
-    assert la.dim == 4
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -356,6 +77,13 @@ SETTINGS = {
         (TypeError, ValueError),
         ["num_subspace_inputs", "integer"],
     ),
+    "a direction tolerance above one": ({"direction_tolerance": 2.0}, ValueError, ["direction_tolerance", "[0, 1)"]),
+    "a direction tolerance that is no number": (
+        {"direction_tolerance": "a"},
+        (TypeError, ValueError),
+        ["direction_tolerance", "must be a number"],
+    ),
+    "no seed": ({"seed": None}, (TypeError, ValueError), ["seed must be an integer"]),
     "a negative memory budget": ({"memory_budget": -1}, ValueError, ["memory_budget", "positive"]),
 }
 
@@ -542,19 +270,6 @@ def test_nan_from_a_function_without_parameters_is_traced_to_the_next_layer():
         SubspaceLaplace(model, "classification", dim=4).fit(batches())
 
 
-class InfiniteSlope(nn.Module):
-    """Finite outputs with derivatives that are NaN: √ of negative numbers, masked afterwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = self.inner(x)
-        return self.head(torch.where(h > 0, h.sqrt(), torch.zeros_like(h)))
-
-
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "subset-magnitude", "last-layer", "full"])
 def test_derivatives_that_are_not_finite_are_refused_with_the_parameter(projector):
     torch.manual_seed(0)
@@ -580,6 +295,28 @@ def test_last_layer_of_a_network_with_a_frozen_last_layer_is_refused():
     model[2].requires_grad_(False)
     with refused(model, ValueError, "last-layer", "require grad"):
         SubspaceLaplace(model, "classification", projector="last-layer").fit(batches())
+
+
+class Bounded(nn.Module):
+    """Infinite inputs leave its outputs finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def test_a_parameter_without_elements_does_no_harm():
+    class Odd(Bounded):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.zeros(0))
+
+    model, inputs = Odd(), torch.randn(8, 3)
+    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    assert torch.isfinite(la(inputs)).all()
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -716,6 +453,21 @@ def test_subspace_inputs_that_are_not_finite_are_refused():
     model = sensitive()
     with refused(model, ValueError, "inputs", "NaN or infinity"):
         SubspaceLaplace(model, "classification", dim=4, subspace_inputs=X * math.nan).fit(batches())
+
+
+@pytest.mark.parametrize("where", ["first batch", "later batch", "prediction"])
+def test_infinite_inputs_are_named_though_outputs_are_finite(where):
+    model, inputs = Bounded(), torch.randn(8, 3)
+    data = [(inputs[:4], torch.arange(4) % 3), (inputs[4:].clone(), torch.arange(4) % 3)]
+    la = SubspaceLaplace(model, "classification", dim=2)
+    if where == "prediction":
+        la.fit(data)
+        with refused(model, ValueError, "inputs hold NaN or infinity"):
+            la(torch.tensor([[1.0, torch.inf, 0.0]]))
+        return
+    data[where == "later batch"][0][1, 1] = torch.inf
+    with refused(model, ValueError, "inputs hold NaN or infinity"):
+        la.fit(data)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -925,6 +677,23 @@ def test_the_full_posterior_has_no_subspace_and_says_so(use):
         (NO_DATA | USES)[use](la)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda la, x: la.predict(x, "mc", samples=0), ["samples must be a positive integer"]),
+        (lambda la, x: la.full_covariance(x, tolerance=-1.0), ["tolerance must be positive"]),
+        (lambda la, x: la.full_covariance(x, tolerance=float("nan")), ["tolerance must be positive"]),
+        (lambda la, x: la.with_prior("marglik"), ["prior_precision must be one positive number"]),
+        (lambda la, x: la.truncate(0), ["truncate to dim=0", "at least one"]),
+    ],
+)
+def test_bad_arguments_of_a_fitted_posterior(call, words):
+    model, inputs = Bounded(), torch.randn(8, 3)
+    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    with refused(model, (ValueError, TypeError), *words):
+        call(la, inputs)
+
+
 # Warned about, then done ----------------------------------------------------------------------------------------------
 
 
@@ -952,74 +721,3 @@ def test_a_network_whose_outputs_do_not_depend_on_its_parameters_is_refused():
     model = shaped(lambda y: 0 * y)
     with refused(model, ValueError, "do not depend", "Jacobian is zero"):
         SubspaceLaplace(model, "classification", dim=4).fit(batches())
-
-
-# Found by review ------------------------------------------------------------------------------------------------------
-
-
-class Bounded(nn.Module):
-    """Infinite inputs leave its outputs finite."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
-
-
-@pytest.mark.parametrize("where", ["first batch", "later batch", "prediction"])
-def test_infinite_inputs_are_named_though_outputs_are_finite(where):
-    model, inputs = Bounded(), torch.randn(8, 3)
-    data = [(inputs[:4], torch.arange(4) % 3), (inputs[4:].clone(), torch.arange(4) % 3)]
-    la = SubspaceLaplace(model, "classification", dim=2)
-    if where == "prediction":
-        la.fit(data)
-        with refused(model, ValueError, "inputs hold NaN or infinity"):
-            la(torch.tensor([[1.0, torch.inf, 0.0]]))
-        return
-    data[where == "later batch"][0][1, 1] = torch.inf
-    with refused(model, ValueError, "inputs hold NaN or infinity"):
-        la.fit(data)
-
-
-def test_a_parameter_without_elements_does_no_harm():
-    class Odd(Bounded):
-        def __init__(self):
-            super().__init__()
-            self.nothing = nn.Parameter(torch.zeros(0))
-
-    model, inputs = Odd(), torch.randn(8, 3)
-    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
-    assert torch.isfinite(la(inputs)).all()
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda la, x: la.predict(x, "mc", samples=0), ["samples must be a positive integer"]),
-        (lambda la, x: la.full_covariance(x, tolerance=-1.0), ["tolerance must be positive"]),
-        (lambda la, x: la.full_covariance(x, tolerance=float("nan")), ["tolerance must be positive"]),
-        (lambda la, x: la.with_prior("marglik"), ["prior_precision must be one positive number"]),
-        (lambda la, x: la.truncate(0), ["truncate to dim=0", "at least one"]),
-    ],
-)
-def test_bad_arguments_of_a_fitted_posterior(call, words):
-    model, inputs = Bounded(), torch.randn(8, 3)
-    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
-    with refused(model, (ValueError, TypeError), *words):
-        call(la, inputs)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"direction_tolerance": 2.0}, "[0, 1)"),
-        ({"direction_tolerance": "a"}, "must be a number"),
-        ({"seed": None}, "seed must be an integer"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(options, word):
-    model = Bounded()
-    with refused(model, (ValueError, TypeError), word):
-        SubspaceLaplace(model, "classification", **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense_reference import dense_jacobian, dense_outputs
 from networks import make
-from test_bad_input import untouched
+from sensitive import untouched
 from test_laplace import labels, loader
 from torch.autograd.functional import hessian
 from torch.distributions import Categorical as TorchCategorical

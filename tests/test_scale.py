@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_reference import dense_jacobian
-from networks import NETWORKS, make
-from test_bad_input import InfiniteSlope
+from networks import NETWORKS, InfiniteSlope, make
 from test_curvature import PRIOR, stream
 from test_laplace import labels, loader
 from torch import nn

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians, subspace_covariance
 from networks import make
-from test_bad_input import untouched
+from sensitive import untouched
 from test_laplace import labels, loader
 
 from sublaplace import SubspaceLaplace

@@ -117,7 +117,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from experiments import runs
+    from experiments import runs, seed_run
     from experiments.results import Results
     from experiments.scored_sets import corruptions_of
 
@@ -128,8 +128,8 @@ def _run(options: argparse.Namespace) -> None:
         return
     if not options.dataset:
         raise SystemExit("error: name the data sets to run, or give --smoke.")
-    if unknown := [method for method in options.methods if method not in runs.METHODS]:
-        raise SystemExit(f"error: unknown method '{unknown[0]}'; choose of {', '.join(runs.METHODS)}.")
+    if unknown := [method for method in options.methods if method not in seed_run.METHODS]:
+        raise SystemExit(f"error: unknown method '{unknown[0]}'; choose of {', '.join(seed_run.METHODS)}.")
     for name in _checked_names(options):
         recipe, results = RECIPES[name], Results(options.results)
         seeds, corruptions = _seeds(options, recipe), corruptions_of(recipe)

@@ -9,7 +9,7 @@ from experiments.report.checks import OPTIMUM
 from experiments.report.document import Strong, Table
 from experiments.report.numbers import NOTHING, Estimate, Measurements, method_name, number, with_error
 from experiments.report.tables import seeds_of, title
-from experiments.runs import PRIOR_FACTORS
+from experiments.seed_run import PRIOR_FACTORS
 
 PAPER = "lowrank-kfac"
 COMPLEMENTS = tuple(method_name(m.projector, m.inputs, m.complement) for m in COMPLEMENTED)

@@ -7,7 +7,7 @@ from experiments.report.checks import PAPER_PROJECTORS
 from experiments.report.document import Strong, Table
 from experiments.report.numbers import NOTHING, Measurements, Published, number, with_error
 from experiments.report.tables import NOT_RUN, seeds_of
-from experiments.runs import CERTIFIED
+from experiments.seed_run import CERTIFIED
 
 SETS = ("cifar10", "imagenet10", "imagenet10-efficientnet", "imagenet10-finetuned")
 METHODS = (*PAPER_PROJECTORS, "lowrank-isotropic")

@@ -22,9 +22,9 @@ from experiments.methods import (
     reduced_posterior,
 )
 from experiments.results import Job, Results
-from experiments.runs import SeedRun
 from experiments.scored_sets import TestSet
 from experiments.scores import own_prior_scores
+from experiments.seed_run import SeedRun
 from experiments.sweeps import Sweep
 from experiments.training import trained_network
 from sublaplace import DensePrecision, SubspaceLaplace, metrics

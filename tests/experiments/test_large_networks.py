@@ -17,6 +17,7 @@ from experiments.resnets import RESNET18_FILE, ResNet18, resnet18_of_imagenet
 from experiments.results import Results, Row
 from experiments.scored_sets import corruptions_of, scored_part, scored_sets
 from experiments.scores import predictive_scores
+from experiments.seed_run import CERTIFIED, SeedRun
 from experiments.sweeps import SubspaceSweep, Sweep, WholeSweep
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
@@ -109,7 +110,7 @@ def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, probl
     ).fit(problem.loader)
     assert sum(float(weights.sum()) for _, _, weights in problem.loader) == pytest.approx(60)
     clean, corrupted = sets = scored_sets(RECIPE, problem.dataset, [CORRUPTION])
-    run = runs.SeedRun(problem, sets, Results(folder / "other.csv"), folder)
+    run = SeedRun(problem, sets, Results(folder / "other.csv"), folder)
     for test_set in (clean, corrupted):
         rows = [
             row for row in rows_of(folder, test_set.name) if (row.projector, row.complement) == ("lowrank-kfac", "")
@@ -168,11 +169,11 @@ def test_the_captured_share_lies_where_it_is_certified(folder: Path, problem: Pr
     X = problem.context.subspace_jacobians.inputs
     la = SubspaceLaplace(problem.network, "classification", "lowrank-kfac", 30, subspace_inputs=X, **options)
     la.fit(problem.loader)
-    run = runs.SeedRun(problem, scored_sets(RECIPE, problem.dataset, ()), Results(folder / "other.csv"), folder)
+    run = SeedRun(problem, scored_sets(RECIPE, problem.dataset, ()), Results(folder / "other.csv"), folder)
     inputs = run.draw(run.test_sets[0]).double()
     whole = full.functional_covariance(inputs).diagonal(dim1=1, dim2=2).sum()
     shares = la.trace(inputs) / whole
-    found = {(row.s, row.metric): row.value for row in rows_of(folder) if row.projector == runs.CERTIFIED}
+    found = {(row.s, row.metric): row.value for row in rows_of(folder) if row.projector == CERTIFIED}
     assert {s for s, _ in found} == {10, 30}
     for s in (10, 30):
         assert 0 < found[s, "captured_at_least"] <= float(shares[s - 1]) <= found[s, "captured_at_most"] <= 1

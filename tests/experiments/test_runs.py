@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 from tqdm import tqdm
 
-from experiments import datasets, fits, runs
+from experiments import datasets, fits, runs, seed_run
 from experiments import scores as scoring
 from experiments.__main__ import main
 from experiments.cost import Cost, measured
@@ -24,6 +24,7 @@ from experiments.methods import Problem, drawn, feasible_projection, optimal_pro
 from experiments.recipes import RECIPES, Recipe, TrainingRecipe
 from experiments.results import Results, Row
 from experiments.scored_sets import scored_sets
+from experiments.seed_run import SeedRun
 from experiments.sensitivity import sensitivities
 from experiments.sweeps import SubspaceSweep, capped
 from experiments.training import trained_network
@@ -315,7 +316,7 @@ def test_sensitivity_map_is_kept_in_order(tmp_path: Path) -> None:
     recipe = replace(PLAIN, maps_sensitivity=True)
     network = trained_network(recipe, regression(), 0, tmp_path).double()
     problem = Problem(recipe, regression(), network, 0)
-    run = runs.SeedRun(problem, scored_sets(recipe, regression(), ()), Results(tmp_path / "results.csv"), tmp_path)
+    run = SeedRun(problem, scored_sets(recipe, regression(), ()), Results(tmp_path / "results.csv"), tmp_path)
     run._facts_of_the_network()
     kept = np.load(tmp_path / "dead_parameters-toy.npz")
     assert kept["sensitivity"].shape == (17922,) and kept["heat_map"].shape == (15, 512)
@@ -382,7 +383,7 @@ def test_a_finished_run_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise AssertionError("done again")
 
-    monkeypatch.setattr(runs, "measured", fail)
+    monkeypatch.setattr(seed_run, "measured", fail)
     runs.run(TINY, regression(), [0], results, tmp_path)
     assert results.path.read_bytes() == before
 

@@ -164,7 +164,7 @@ def test_all_columns_in_any_order_equal_those_of_the_rows(block):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_both_orders_of_contraction_give_the_same_product(form, count, factors_first, transposed):
     block = outer_block(**form, transposed=transposed)
-    assert block._factors_first(count) is factors_first
+    assert block.factors_first(count) is factors_first
     vectors, weights = randn(count, block.size, seed=3), randn(3, form["K"], count, seed=4)
     assert close(block.matmul(vectors), loop_rows(block) @ vectors.T)
     into = torch.zeros(count, block.size, dtype=torch.float64)

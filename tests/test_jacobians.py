@@ -7,7 +7,8 @@ from dense_reference import dense_jacobian
 from networks import NETWORKS, make
 from torch import nn
 
-from sublaplace.jacobians import Linearization
+from sublaplace.jacobians import Linearization, OuterBlock
+from sublaplace.jacobians.blocks import RowBlock
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -225,10 +226,13 @@ def test_chunks_beside_a_large_projection_are_larger_within_a_quarter_of_it_and_
     assert [len(chunk.outputs) for chunk in beside.chunks(torch.randn(28, 3000))] == [26, 2]
 
 
+@pytest.mark.parametrize("formed", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_products_equal_those_of_the_rows(name):
+def test_products_equal_those_of_the_rows(name, formed):
     model, inputs = make(name, 5)
     jacobian = Linearization(model).jacobian(inputs)
+    if formed:
+        jacobian = jacobian.formed(100)
     rows = dense_jacobian(model, inputs)
     n, K = jacobian.num_inputs, jacobian.num_rows
     layout = jacobian.layout
@@ -242,3 +246,12 @@ def test_products_equal_those_of_the_rows(name):
     indices = torch.randperm(layout.num_parameters, generator=generator)[:20]
     columns = jacobian.columns(layout.split_indices(indices), len(indices)).flatten(0, 1)
     assert torch.allclose(columns, rows[:, indices], atol=1e-10)
+
+
+def test_rows_are_formed_once_for_several_products_where_that_takes_little_memory():
+    model, inputs = make("paper-cnn", 3)
+    jacobian = Linearization(model).jacobian(inputs)
+    rows = jacobian.num_inputs * jacobian.num_rows
+    assert jacobian.formed(4 * rows - 1) is jacobian
+    formed = jacobian.formed(4 * rows).blocks
+    assert any(isinstance(jacobian.blocks[name], OuterBlock) and isinstance(formed[name], RowBlock) for name in formed)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sublaplace.linalg import gram, orthonormalise, symmetric_product
+from sublaplace import linalg
+from sublaplace.linalg import add_product, gram, orthonormalise, symmetric_product
 
 
 def randn(*shape, dtype=torch.float64):
@@ -48,3 +49,15 @@ def test_vectors_become_orthonormal_and_leading_ones_keep_their_span(dtype, most
     for s in (1, 5, 12):
         inside = expected[:, :s].T @ found[:s].T
         assert torch.allclose(inside @ inside.T, torch.eye(s).double(), atol=100 * most)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["beyond the caches", "in the caches"])
+@pytest.mark.parametrize("rows", [0, 1, 32, 33, 70])
+@pytest.mark.parametrize("shape", [(1, 3), (16, 4096), (50, 9000)], ids=str)
+def test_a_product_is_added_whatever_the_pieces(shape, rows, few, monkeypatch):
+    if few:
+        monkeypatch.setattr(linalg, "_BEYOND_CACHES", 0)
+    into, weights, vectors = randn(*shape), randn(rows, shape[0]).T, randn(rows, shape[1])
+    expected = into + weights @ vectors
+    add_product(into, weights, vectors)
+    assert torch.allclose(into, expected, rtol=0, atol=1e-12)

@@ -147,3 +147,22 @@ def combine(matrix: Tensor, vectors: Vectors) -> Vectors:
         for piece in part.split(_columns_of_piece(len(part)), dim=1):
             piece[:count] = (matrix @ piece.double()).to(piece.dtype)
     return {name: part[:count] for name, part in vectors.items()}
+
+
+_BEYOND_CACHES = 2**27  # bytes
+
+
+def add_product(into: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """Adds W X to `into` (r, m), for weights W (r, q) and rows X (q, m). Cost: r·q·m.
+
+    A plain product goes through all r rows at once. Where they are far larger than the caches, that is too many places
+    to read ahead of; then few of them are taken at a time, or few columns where q is large.
+    """
+    if into.nbytes <= _BEYOND_CACHES or into.device.type != "cpu":
+        into.addmm_(weights, rows)
+    elif len(rows) <= 32:
+        for some, their_weights in zip(into.split(16), weights.split(16), strict=True):
+            some.addmm_(their_weights, rows)
+    else:
+        for some, columns in zip(into.split(4096, dim=1), rows.split(4096, dim=1), strict=True):
+            some += weights @ columns

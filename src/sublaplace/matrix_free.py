@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sublaplace.curvature import CurvatureStream, reduced_ggn_and_product
 from sublaplace.jacobians import Jacobians
-from sublaplace.linalg import combine, cross_gram, gram, gram_diagonal
+from sublaplace.linalg import add_product, combine, cross_gram, gram, gram_diagonal
 from sublaplace.memory import require
 from sublaplace.parameters import Vectors
 from sublaplace.precision import BlockPrecision
@@ -167,7 +167,7 @@ class MatrixFreePrecision:
 def _subtract(vectors: Vectors, weights: Tensor, others: Vectors) -> None:
     """V −= weights W for vectors (r, p) and (q, p), weights (r, q)."""
     for name, part in vectors.items():
-        part.addmm_(weights.to(part.dtype), others[name], alpha=-1)
+        add_product(part, -weights.to(part.dtype), others[name])
 
 
 def _diagonal_products(vectors: Vectors, others: Vectors) -> Tensor:

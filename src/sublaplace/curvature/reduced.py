@@ -19,6 +19,8 @@ class _ReducedSums:
     product: Vectors | None  # (s, size) a parameter
 
     def add(self, jacobian: Jacobian) -> None:
+        if self.product is not None:
+            jacobian = jacobian.formed(self.projection.dim)
         rows = self.projection.apply(jacobian)
         exact = rows.double()
         if len(self.scales) == 1:
@@ -54,7 +56,8 @@ def reduced_ggn_and_product(
 ) -> tuple[Tensor, Vectors]:
     """`reduced_ggn`, and Y = GGN P in the same pass, as rows (s, p) held by parameter.
 
-    A single scale of the likelihood is not in Y, several are. Cost: another K·p·s multiplications an input; memory p·s.
+    A single scale of the likelihood is not in Y, several are. Cost: another K·p·s multiplications an input; memory p·s,
+    and up to a quarter of that for rows that both products need.
     """
     product = stream.linearization.zero_vectors(projection.dim)
     return _accumulated(stream, projection, product, resumable).sums, product

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.linalg import symmetric_product
+from sublaplace.linalg import add_product, symmetric_product
 
 
 class Block(Protocol):
@@ -60,7 +60,7 @@ class RowBlock:
         return self.values @ vectors.T
 
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
-        into.addmm_(weights.flatten(0, 1).T, self.values.flatten(0, 1))
+        add_product(into, weights.flatten(0, 1).T, self.values.flatten(0, 1))
 
     def squared_sum(self) -> Tensor:
         return self.values.square().sum((0, 1))
@@ -188,7 +188,7 @@ class OuterBlock:
         sides = (self.fan_in, self.fan_out) if self.transposed else (self.fan_out, self.fan_in)
         return self._stored(vectors.reshape(-1, self.groups, *sides))
 
-    def _factors_first(self, count: int) -> bool:
+    def factors_first(self, count: int) -> bool:
         """Whether contracting `count` vectors with a factor costs less than forming the rows first."""
         K, T = self.num_rows, self.positions
         factors = T * count * (self.size + K * self.groups * self.fan_out)
@@ -197,7 +197,7 @@ class OuterBlock:
 
     def matmul(self, vectors: Tensor) -> Tensor:
         r = len(vectors)
-        if not self._factors_first(r):
+        if not self.factors_first(r):
             return self.rows() @ vectors.T
         n, K, G, O, T = self.gradients.shape
         a = self.inputs.permute(1, 0, 3, 2).reshape(G, n * T, -1)
@@ -208,8 +208,8 @@ class OuterBlock:
 
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         n, K, r = weights.shape
-        if not self._factors_first(r):
-            into.addmm_(weights.flatten(0, 1).T, self.rows().flatten(0, 1))
+        if not self.factors_first(r):
+            add_product(into, weights.flatten(0, 1).T, self.rows().flatten(0, 1))
             return
         _, _, G, O, T = self.gradients.shape
         weighted = (weights.transpose(1, 2) @ self.gradients.reshape(n, K, G * O * T)).view(n, r, G, O, T)

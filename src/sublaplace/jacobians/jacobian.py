@@ -1,11 +1,11 @@
 """The factored Jacobian of a batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians.blocks import Block
+from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
 from sublaplace.parameters import ParameterLayout, Vectors
 
 
@@ -50,6 +50,19 @@ class Jacobian:
         """Adds Jᵀ U to `into`, for U of shape (n, K, r)."""
         for name, block in self.blocks.items():
             block.add_transpose_matmul(weights, into[name])
+
+    def formed(self, count: int) -> "Jacobian":
+        """This one for several products with `count` vectors each, which would form the same rows every time.
+
+        Memory: n·K·p at the most, so it is only done where that is a quarter of the vectors' or less.
+        """
+        if 4 * self.num_inputs * self.num_rows > count:
+            return self
+        blocks = {
+            name: RowBlock(block.rows()) if isinstance(block, OuterBlock) and not block.factors_first(count) else block
+            for name, block in self.blocks.items()
+        }
+        return replace(self, blocks=blocks)
 
     def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
         """The columns of J that `ParameterLayout.split_indices` names: (n, K, count)."""

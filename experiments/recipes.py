@@ -14,7 +14,7 @@ class TrainingRecipe:
 
     The learning rate rises linearly from 1e-4 of its value over the fraction `warm` of the steps, stays, and falls
     linearly to 0 from the fraction `decay` on. A network of no epochs comes trained. `augmentation` names a random
-    change of the training pictures; `channels_last` is faster for wide convolutions.
+    change of the training pictures.
     """
 
     learning_rate: float
@@ -25,7 +25,6 @@ class TrainingRecipe:
     weight_decay: float = 1e-4
     gradient_norm: float = 1.0
     augmentation: str = ""
-    channels_last: bool = False
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of step 0 ≤ `step` < `num_steps`."""
@@ -91,7 +90,7 @@ class Recipe:
     def training_fingerprint(self) -> str:
         """A digest of all that trained weights depend on, beside the seed."""
         # What a recipe does without is left out, so that weights stay those of their recipe when recipes get new parts.
-        training = {name: value for name, value in asdict(self.training).items() if value != "" and value is not False}
+        training = {name: value for name, value in asdict(self.training).items() if value != ""}
         facts = {"dataset": self.dataset, "network": self.network, **training}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -192,7 +191,7 @@ RECIPES: dict[str, Recipe] = {
             "cifar10",
             "resnet9",
             # The published recipe has 100 epochs.
-            TrainingRecipe(0.004, 12, 0.1, 0.7, batch_size=256, augmentation="cifar10", channels_last=True),
+            TrainingRecipe(0.004, 12, 0.1, 0.7, batch_size=256, augmentation="cifar10"),
             num_inputs=100,
             largest_dim=1000,
             prior_precision=68.07,
@@ -207,13 +206,13 @@ RECIPES: dict[str, Recipe] = {
             certified_dims=(100, 500),
         ),
         # From scratch: the published recipe fine-tunes, with a batch of 256, which is most of these images.
-        _imagenet10("imagenet10", "resnet18", TrainingRecipe(0.0004, 40, 0.1, 0.5, 32, channels_last=True)),
+        _imagenet10("imagenet10", "resnet18", TrainingRecipe(0.0004, 40, 0.1, 0.5, 32)),
         _imagenet10("imagenet10-efficientnet", "efficientnet-lite0", TrainingRecipe(0.0, 0, 0.0, 1.0, 32)),
         # Its weights are a file that the user has.
         _imagenet10(
             "imagenet10-finetuned",
             "resnet18-imagenet",
-            TrainingRecipe(0.0004, 10, 0.5, 0.5, 256, channels_last=True),
+            TrainingRecipe(0.0004, 10, 0.5, 0.5, 256),
             num_seeds=0,
         ),
     )

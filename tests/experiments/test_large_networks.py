@@ -26,7 +26,7 @@ from sublaplace.jacobians import OuterBlock
 RECIPE = replace(
     RECIPES["cifar10"],
     network="small",
-    training=TrainingRecipe(0.01, 3, 0.1, 0.7, batch_size=16, augmentation="cifar10", channels_last=True),
+    training=TrainingRecipe(0.01, 3, 0.1, 0.7, batch_size=16, augmentation="cifar10"),
     num_inputs=5,
     largest_dim=30,
     small_dims=(16,),

@@ -292,7 +292,7 @@ class _Report:
         blocks: list[Block] = [
             costs.of_methods(self.measurements),
             costs.ratios(self.measurements, self.published),
-            costs.memory_load(self.measurements, self.published),
+            costs.memory_load(self.published),
         ]
         large = self.folder / "scale.csv"
         if large.exists():

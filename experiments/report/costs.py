@@ -4,9 +4,11 @@ import csv
 from pathlib import Path
 
 from experiments.methods import NEEDED_CURVATURE
+from experiments.networks import NETWORKS, num_parameters
+from experiments.recipes import RECIPES
 from experiments.report.document import Table
 from experiments.report.numbers import NOTHING, Estimate, Measurements, Published, number, with_error
-from experiments.report.tables import NOT_RUN
+from experiments.resnets import freeze_norms
 
 PAPER_IMAGES = 13_000  # of ImageNet10 in the paper, about
 GROWING = (*NEEDED_CURVATURE, "subset-swag")  # projectors whose time grows with the training data
@@ -58,18 +60,18 @@ def ratios(measurements: Measurements, published: Published) -> Table:
     return Table("Time for P as a multiple of lowrank-kfac's", ["projector", *datasets, "paper, imagenet10"], rows)
 
 
-def memory_load(measurements: Measurements, published: Published) -> Table:
+def memory_load(published: Published) -> Table:
     """s(p + s) numbers of a low-rank method, from the p of our networks, beside the paper's."""
     table = "memory_load"
     rows = []
     for dataset in published.distinct(table, "dataset"):
-        sizes = measurements.rows.query("dataset == @dataset and method in ('full', 'kfac')")["s"]
+        p = num_parameters(freeze_norms(NETWORKS[RECIPES[dataset].network]()))
         for s in published.dims(table, dataset):
             paper = published.quote(table, dataset, "memory_numbers", "lowrank", s)
             assert paper is not None
-            ours = float(s * (int(sizes.max()) + s)) if len(sizes) else None
-            difference = NOTHING if ours is None else f"{100 * (ours / paper.mean - 1):+.2f} %".replace("-", "−")
-            rows.append([dataset, str(s), NOT_RUN if ours is None else f"{ours:.3e}", f"{paper.mean:.3e}", difference])
+            ours = float(s * (p + s))
+            difference = f"{100 * (ours / paper.mean - 1):+.2f} %".replace("-", "−")
+            rows.append([dataset, str(s), f"{ours:.3e}", f"{paper.mean:.3e}", difference])
     return Table("Numbers to be stored, s(p + s)", ["data set", "s", "ours", "paper", "difference"], rows)
 
 

@@ -122,7 +122,7 @@ class _Report:
         missing = [dataset for dataset in FIGURE_1 if dataset not in self.clean]
         caption = (
             "Above the KL divergence from the full posterior, below the logarithm of the trace, against s. Bands are "
-            "standard errors; points without a trace, or with less than a ten-thousandth of the largest, are left out; "
+            "standard errors; points without a trace, or far below a ten-thousandth of the largest, are left out; "
             "curves end at the last s that all seeds reach."
         )
         blocks: list[Block] = [Figures("Key to all figures.", [figures.legend([*DRAWN, "map"])])]
@@ -146,7 +146,8 @@ class _Report:
             return Section(title, blocks)
         panel = [Panel("log_trace", "log-trace")]
         drawn = [self._curves(dataset, f"figure-2-{dataset}", panel, DRAWN) for dataset in self.large]
-        blocks.append(Figures("The logarithm of the trace against s; the key is that of Figure 1.", drawn))
+        caption = "The logarithm of the trace against s; the key is that of Figure 1. Below the frame: see the tables."
+        blocks.append(Figures(caption, drawn))
         blocks += [large.traces(self.measurements, dataset) for dataset in self.large]
         text = (
             "No trace of a full posterior is known here, but it lies between two bounds, and with it the share that a "

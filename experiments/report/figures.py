@@ -91,12 +91,24 @@ def against_dimension(
             bottom, top = axis.get_ylim()
             axis.set_ylim(max(bottom, SMALLEST_SHARE * top), top)
         elif panel.metric == "log_trace":
-            bottom, top = axis.get_ylim()
-            axis.set_ylim(max(bottom, top + np.log(SMALLEST_SHARE)), top)
+            _, top = axis.get_ylim()
+            axis.set_ylim(_lowest_shown(axis, top + np.log(SMALLEST_SHARE)), top)
     axes[0].set_title(title)
     axes[-1].set_xlabel("s")
     alt = f"{' and '.join(panel.label for panel in panels)} of {dataset} against s for {', '.join(methods)}"
     return Figure(name, alt, _svg(drawing, name))
+
+
+def _lowest_shown(axis: Axes, floor: float) -> float:
+    """The lower end of an axis: that of the curves which rise above `floor`, or a little below it at the most."""
+    bottom, top = axis.get_ylim()
+    rising = [ends[0] for line in axis.get_lines() if (ends := _ends(line))[1] > floor]
+    return max(bottom, min([floor, *rising]) - 0.05 * (top - floor), floor - 0.5 * (top - floor))
+
+
+def _ends(line: Line2D) -> tuple[float, float]:
+    values = np.asarray(line.get_ydata(), dtype=float)
+    return values.min(), values.max()
 
 
 def _draw(

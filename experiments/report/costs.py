@@ -4,11 +4,16 @@ import csv
 from pathlib import Path
 
 from experiments.methods import NEEDED_CURVATURE
-from experiments.networks import NETWORKS, num_parameters
-from experiments.recipes import RECIPES
 from experiments.report.document import Table
-from experiments.report.numbers import NOTHING, Estimate, Measurements, Published, number, with_error
-from experiments.resnets import freeze_norms
+from experiments.report.numbers import (
+    NOTHING,
+    Estimate,
+    Measurements,
+    Published,
+    bayesian_parameters,
+    number,
+    with_error,
+)
 
 PAPER_IMAGES = 13_000  # of ImageNet10 in the paper, about
 GROWING = (*NEEDED_CURVATURE, "subset-swag")  # projectors whose time grows with the training data
@@ -65,7 +70,7 @@ def memory_load(published: Published) -> Table:
     table = "memory_load"
     rows = []
     for dataset in published.distinct(table, "dataset"):
-        p = num_parameters(freeze_norms(NETWORKS[RECIPES[dataset].network]()))
+        p = bayesian_parameters(dataset)
         for s in published.dims(table, dataset):
             paper = published.quote(table, dataset, "memory_numbers", "lowrank", s)
             assert paper is not None

@@ -129,7 +129,3 @@ class Evidence:
             if means := self.means(Line("", dataset, s), (*first, *second), metric):
                 found.append(min(means[m] for m in first) / min(means[m] for m in second))
         return found
-
-    def num_parameters(self, dataset: str) -> int | None:
-        sizes = self.measurements.rows.query("dataset == @dataset and method in ('full', 'kfac')")["s"]
-        return int(sizes.max()) if len(sizes) else None

@@ -17,20 +17,20 @@ from experiments.report.evidence import (
     judged,
     ratio_range,
 )
-from experiments.report.numbers import SMALL_DIM, counted, number
+from experiments.report.numbers import SMALL_DIM, bayesian_parameters, counted, number
 from experiments.report.tables import Line, reference_dims
 
 
 def few_dimensions_suffice(evidence: Evidence) -> Finding:
     cases = []
     for dataset in evidence.run(FIGURE_1):
-        metric, p = evidence.measurements.divergence(dataset), evidence.num_parameters(dataset)
+        metric, p = evidence.measurements.divergence(dataset), bayesian_parameters(dataset)
         shares: dict[int, float] = {}  # the optimum's KL as a share of the plain network's
         for s in evidence.grid(dataset, OPTIMUM, metric):
             if means := evidence.means(Line("", dataset, s), (OPTIMUM, "map"), metric):
                 shares[s] = means[OPTIMUM] / means["map"]
-        few = [s for s in shares if p is not None and s < 0.01 * p]
-        if p is None or not few:
+        few = [s for s in shares if s < 0.01 * p]
+        if not few:
             continue
         enough = [s for s, share in shares.items() if share <= 0.01]
         reached = f"1 % at s = {enough[0]}, {number(100 * enough[0] / p, 1)} % of p" if enough else "1 % nowhere"

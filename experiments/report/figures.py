@@ -102,13 +102,9 @@ def against_dimension(
 def _lowest_shown(axis: Axes, floor: float) -> float:
     """The lower end of an axis: that of the curves which rise above `floor`, or a little below it at the most."""
     bottom, top = axis.get_ylim()
-    rising = [ends[0] for line in axis.get_lines() if (ends := _ends(line))[1] > floor]
+    curves = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
+    rising = [curve.min() for curve in curves if curve.max() > floor]
     return max(bottom, min([floor, *rising]) - 0.05 * (top - floor), floor - 0.5 * (top - floor))
-
-
-def _ends(line: Line2D) -> tuple[float, float]:
-    values = np.asarray(line.get_ydata(), dtype=float)
-    return values.min(), values.max()
 
 
 def _draw(

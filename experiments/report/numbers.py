@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.networks import num_parameters
 from experiments.recipes import RECIPES
+from experiments.resnets import freeze_norms
 from experiments.results import Results, Row
+from experiments.training import initial_network
 
 SMALL_DIM = 20  # up to here s has a figure of its own
 WITHOUT_DIMENSION = ("map", "temperature", "ensemble", "last-layer", "kfac", "full")  # s is not a choice of theirs
@@ -237,3 +240,8 @@ def span(counts: Sequence[int]) -> str:
 def counted(amount: int, thing: str) -> str:
     """'1 seed', '3 seeds'."""
     return f"{amount} {thing}" if amount == 1 else f"{amount} {thing}s"
+
+
+def bayesian_parameters(dataset: str) -> int:
+    """p of the data set's network; scales and shifts of batch normalisation are fixed and do not count."""
+    return num_parameters(freeze_norms(initial_network(RECIPES[dataset].network, seed=0)))

@@ -62,10 +62,6 @@ class Curvatures:
         """Return whether a form, "kfac" or "diagonal", has been computed."""
         return kind in self._blocks
 
-    def keep_exact(self, precision: Exact) -> None:
-        """Store an exact Λ that was computed elsewhere."""
-        self._exact[precision.prior_precision] = precision
-
     @property
     def _sizes(self) -> tuple[int, int]:
         return self.num_data * self.num_outputs, self.stream.linearization.layout.num_parameters

@@ -43,7 +43,6 @@ class DensePrecision(Precision):
         return cls(layout, tensors["ggn"], numbers["prior_precision"], numbers["scale"])
 
     def scaled(self, factor: float) -> "DensePrecision":
-        """The curvature times a factor, λ as it is."""
         return replace(self, ggn=self.ggn * factor, scale=self.scale * factor)
 
     @cached_property
@@ -111,7 +110,6 @@ class DualPrecision(Precision):
         return cls(layout, tensors["rows"], numbers["prior_precision"], numbers["scale"])
 
     def scaled(self, factor: float) -> "DualPrecision":
-        """The curvature times a factor, λ as it is."""
         return replace(self, rows=self.rows * factor**0.5, scale=self.scale * factor)
 
     @cached_property

@@ -146,7 +146,7 @@ def fingerprint(loader: Iterable[Any]) -> str:
 
 
 def require_fixed_order(loader: Iterable[Any]) -> None:
-    """Raise ValueError if a loader shuffles, as far as its first batch shows."""
+    """Raise ValueError if a loader shuffles, judging by its sampler and its first batch."""
     shuffled = shuffles(loader)
     if not shuffled:
         first, again = (next(batches(loader), ()) for _ in range(2))

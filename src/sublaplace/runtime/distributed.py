@@ -8,7 +8,7 @@ replicated on every process.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,18 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sublaplace.data.batches import num_inputs, split_batch
 from sublaplace.data.loaders import Chained, Renamed, as_given, shuffles
+from sublaplace.runtime.checkpoint import Sums
 
 Value = TypeVar("Value")
-
-
-class Addable(Protocol):
-    """Sums over data that can be added up from the sums over its parts."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the sums, unnormalised."""
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the sums."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Ranks:
             group.all_gather_object(gathered, value)
         return gathered  # type: ignore[return-value]
 
-    def add_up(self, sums: Addable) -> None:
+    def add_up(self, sums: Sums) -> None:
         """Replace the sums on every rank by their total over all ranks. Communication: twice the size of the sums."""
         if self.size == 1:
             return

@@ -14,7 +14,7 @@ from torch import distributed as group
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from sublaplace import Gaussian, SubspaceLaplace
+from sublaplace import Complement, Drawn, Gaussian, SubspaceLaplace
 from sublaplace.runtime.distributed import Ranks, Share
 
 COUNT = 23  # inputs, in batches of 2: ranks do not get equally many
@@ -29,23 +29,25 @@ def data_of(inputs, targets):
     return DataLoader(TensorDataset(inputs, targets), batch_size=2)
 
 
+KFAC = Complement("kfac", weight=1.0)
 SETTINGS = {
-    "lowrank-kfac": {"dim": 6, "num_subspace_inputs": 7},
-    "lowrank-diagonal": {"dim": 6, "num_subspace_inputs": 7},
-    "lowrank-ggn": {"dim": 6, "num_subspace_inputs": 7},
+    "lowrank-kfac": {"dim": 6, "subspace_inputs": Drawn(7)},
+    "lowrank-diagonal": {"dim": 6, "subspace_inputs": Drawn(7)},
+    "lowrank-ggn": {"dim": 6, "subspace_inputs": Drawn(7)},
     "full": {},
     "subset-diagonal": {"dim": 6},
     "subset-swag": {"dim": 6},
     "last-layer": {},
-    "kfac outside": {"projector": "lowrank-kfac", "dim": 6, "num_subspace_inputs": 7, "complement": "kfac"},
-    "tuned prior": {"projector": "lowrank-kfac", "dim": 6, "num_subspace_inputs": 7, "prior_precision": "marglik"},
+    "kfac outside": {"projector": "lowrank-kfac", "dim": 6, "subspace_inputs": Drawn(7), "complement": KFAC},
+    "tuned prior": {"projector": "lowrank-kfac", "dim": 6, "subspace_inputs": Drawn(7), "prior_precision": "evidence"},
 }
 
 
 def results(settings):
     """What a fit with these settings gives, in this process or this group."""
     model, inputs, targets = problem()
-    la = SubspaceLaplace.paper(model, "classification", **settings).fit(data_of(inputs, targets))
+    la = SubspaceLaplace(model, "classification", **{"complement": None, "prior_precision": 1.0} | settings)
+    la.fit(data_of(inputs, targets))
     found = {
         "covariance": la.functional_covariance(inputs[:5]),
         "evidence": la.log_marginal_likelihood().detach(),

@@ -145,10 +145,10 @@ def test_labels_may_lie_under_any_key():
     better = la.optimize_prior_precision("validation", val_loader=named("topic"))
     assert better.prior_precision != PRIOR
     assert close(
-        la.updated(named("topic")).trace(new),
+        la.updated(named("topic")).leading_traces(new),
         expected.optimize_prior_precision("validation", val_loader=loader(inputs, targets))
-        .update(loader(inputs, targets))
-        .trace(new),
+        .updated(loader(inputs, targets))
+        .leading_traces(new),
         1e-8,
     )
 

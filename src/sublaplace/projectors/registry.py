@@ -140,7 +140,7 @@ def projector(
         made = Projector(name, build, needs_inputs, stores_matrix, needs_exact, own_dim)
         known = PROJECTORS.get(name)
         if known is not None and known.build.__qualname__ != build.__qualname__:
-            raise ValueError(f"There is already a projector '{name}'; choose another name.")
+            raise ValueError(f"There is a projector '{name}' already; choose another name.")
         PROJECTORS[name] = made
         return made
 

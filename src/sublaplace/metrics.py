@@ -243,6 +243,53 @@ def coverage(mean: Tensor, covariance: Tensor, targets: Tensor, level: float = 0
     return inside.double().mean().item()
 
 
+def accuracy(probabilities: Tensor, targets: Tensor) -> float:
+    """Return the share of inputs whose most probable class is the target. Cost: O(nC).
+
+    Args:
+        probabilities: (n, C).
+        targets: class indices (n,).
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
+    """
+    P, labels = _classification("probabilities", probabilities, targets)
+    return (P.argmax(1) == labels).double().mean().item()
+
+
+def rmse(mean: Tensor, targets: Tensor) -> float:
+    """Return the root mean square error over all inputs and outputs, both (n, C). Cost: O(nC)."""
+    if mean.shape != targets.shape or mean.numel() == 0:
+        raise ValueError(f"targets must have the shape of mean, {tuple(mean.shape)}, not {tuple(targets.shape)}")
+    return (_finite("targets", targets) - _finite("mean", mean)).square().mean().sqrt().item()
+
+
+def crps(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
+    r"""Return the mean continuous ranked probability score of Gaussian predictions N(m, v), each output on its own.
+
+    For one target it is √v · (z (2Φ(z) − 1) + 2φ(z) − π^(−½)) with z = (y − m)/√v, in the units of the targets; smaller
+    is better. Cost: O(nC).
+
+    Args:
+        mean: m (n, C).
+        variance: v (n, C), including the noise.
+        targets: y (n, C).
+
+    Raises:
+        ValueError: if shapes do not match, or a variance is not positive.
+    """
+    if not mean.shape == variance.shape == targets.shape or mean.numel() == 0:
+        raise ValueError("mean, variance and targets must have one shape (n, C)")
+    spread = _finite("variance", variance)
+    if (spread <= 0).any():
+        raise ValueError("variance must be positive")
+    std = spread.sqrt()
+    z = (_finite("targets", targets) - _finite("mean", mean)) / std
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    score = std * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+    return score.mean().item()
+
+
 def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
     """Return the area under the ROC curve, P(s⁺ > s⁻) + ½ P(s⁺ = s⁻) over all pairs of scores.
 

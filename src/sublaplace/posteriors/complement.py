@@ -71,7 +71,12 @@ class ComplementedPosterior:
         return self._remixed(self.inside.with_prior(prior_precision), 1.0)
 
     def with_scales(self, scales: tuple[float, ...]) -> "ComplementedPosterior":
-        return self._remixed(self.inside.with_scales(scales), single(scales) / single(self.inside.scales))
+        """Return the posterior under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / single(self.inside.scales))
+
+    def scaled(self, factor: float) -> "ComplementedPosterior":
+        """Return the posterior with all curvature times a factor, λ as it is."""
+        return self._remixed(self.inside.scaled(factor), factor)
 
     def _remixed(self, inside: SubspacePosterior, factor: float) -> "ComplementedPosterior":
         """Under another λ, and curvatures times a factor: Y is got back from B. Cost: rotations of Q."""
@@ -105,6 +110,13 @@ class ComplementedPosterior:
             mixed=mixed,
             outside_in_subspace=self.outside_in_subspace * (weight / self.outside.weight),
         )
+
+    def product_and_basis(self, name: str, unit: float) -> Tensor:
+        """Return Y / unit and Q of one parameter below each other, as rows in Ψ_K's eigenbasis: (2s, size)."""
+        part, prior = self.outside.parts[name], self.prior_precision
+        Q = part.rotate(self.projection.part(name))
+        Y = (self.mixed[name] * (part.eigenvalues() + prior).sqrt()).sub_(Q, alpha=prior).div_(unit)
+        return torch.cat([Y, Q])
 
     def truncated(self, dim: int) -> "ComplementedPosterior":
         """Exact in the leading `dim` dimensions, KFAC in all others."""

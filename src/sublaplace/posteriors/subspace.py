@@ -47,6 +47,11 @@ class SubspacePosterior:
         """Nothing is left outside."""
         return None
 
+    @property
+    def unit(self) -> float:
+        """The likelihood's scale, if it has a single one; 1 otherwise."""
+        return self.scales[0] if len(self.scales) == 1 else 1.0
+
     @cached_property
     def curvature(self) -> Tensor:
         """PᵀGGN P with the likelihood's scales: (s, s)."""
@@ -62,6 +67,10 @@ class SubspacePosterior:
 
     def with_scales(self, scales: tuple[float, ...]) -> "SubspacePosterior":
         return replace(self, scales=scales)
+
+    def scaled(self, factor: float) -> "SubspacePosterior":
+        """Return the posterior with all curvature times a factor, λ as it is."""
+        return self.with_scales(tuple(scale * factor for scale in self.scales))
 
     def truncated(self, dim: int) -> "SubspacePosterior":
         """The posterior in the leading `dim` dimensions."""

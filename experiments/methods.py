@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from experiments.datasets import Dataset
 from experiments.recipes import Recipe
 from experiments.sweeps import capped
+from experiments.weighting import nearest_power
 from sublaplace import (
     PROJECTORS,
     Basis,
@@ -35,7 +36,6 @@ from sublaplace import (
 )
 from sublaplace.data.subspace_inputs import perturbed, split
 from sublaplace.fitting import steps
-from sublaplace.posteriors.weighting import nearest
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
@@ -290,11 +290,8 @@ def complemented_posteriors(
     assert exact is not None
     precise = problem.to(torch.float64).jacobians(held_back)
     covariances = torch.cat([exact.covariance(jacobian) for jacobian in precise])
-    inputs, once = problem.jacobians(held_back), torch.ones(len(held_back), 1)
-    fitted = {
-        s: nearest(posterior, covariances, inputs, problem.likelihood, once) for s, posterior in posteriors.items()
-    }
-    return {s: posterior for s, posterior in fitted.items() if isinstance(posterior, ComplementedPosterior)}
+    inputs, likelihood = problem.jacobians(held_back), problem.likelihood
+    return {s: nearest_power(posterior, covariances, inputs, likelihood) for s, posterior in posteriors.items()}
 
 
 def _complemented(problem: Problem, projection: Projection, exact: Exact | None) -> ComplementedPosterior:

@@ -385,6 +385,37 @@ def test_marglik_is_the_default_and_does_not_depend_on_the_prior_it_starts_from(
     )
 
 
+@pytest.mark.parametrize("by", ["evidence", "validation"])
+def test_tuning_gives_a_new_posterior_and_every_spelling_gives_the_same(by):
+    la, inputs, targets = validation_problem("classification", "lowrank-kfac")
+    val_loader = None if by == "evidence" else loader(inputs, targets, size=5)
+    before = la.functional_covariance(inputs)
+    tuned = la.tuned("evidence" if by == "evidence" else val_loader)
+    assert tuned is not la and tuned.prior_precision != PRIOR
+    assert la.prior_precision == PRIOR and torch.equal(la.functional_covariance(inputs), before)
+    for method in ("marglik", "evidence") if by == "evidence" else ("validation", "gridsearch"):
+        other = la.with_prior(PRIOR)
+        assert other.optimize_prior_precision(method, val_loader=val_loader) is other
+        assert other.prior_precision == tuned.prior_precision
+        assert torch.equal(other.functional_covariance(inputs), tuned.functional_covariance(inputs))
+
+
+def test_a_fit_with_validation_data_is_tuned_on_them():
+    la, inputs, targets = fitted("classification", 30)
+    _, new = make("mlp", 25, seed=7)
+    val_loader = loader(new, labels(la.model, new), size=5)
+    both = SubspaceLaplace.paper(la.model, "classification", dim=6, prior_precision=PRIOR)
+    assert both.fit(loader(inputs, targets, size=10), val_loader) is both
+    assert both.prior_precision == la.tuned(val_loader).prior_precision != PRIOR
+    assert torch.equal(both.projection_matrix(), la.projection_matrix())
+
+
+def test_an_unknown_way_to_tune_is_refused_with_those_that_exist():
+    la, *_ = fitted("classification")
+    with pytest.raises(ValueError, match=r"Unknown way to tune, 'marglik'; choose 'evidence' or .* validation data"):
+        la.tuned("marglik")
+
+
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "dual", "primal"])
 @pytest.mark.parametrize("kind", ["given noise", "estimated noise"])
 def test_tuned_noise_gives_the_posterior_of_a_fit_with_it(kind, projector):

@@ -160,3 +160,19 @@ def test_a_pickled_or_copied_posterior_predicts_the_same(projector, complement):
         assert other.model is not model
         assert torch.allclose(other(inputs), la(inputs), rtol=1e-12, atol=0)
         assert torch.allclose(other.with_prior(3.0)(inputs), la.with_prior(3.0)(inputs), rtol=1e-12, atol=0)
+
+
+def test_a_pickle_does_not_carry_the_training_data():
+    model, inputs = make("mlp", 400)
+    data = loader(inputs, labels(model, inputs), 100)
+    la = SubspaceLaplace.paper(model, "classification", dim=3).fit(data)
+    pickled = pickle.dumps(la)
+    assert inputs[100:200].numpy().tobytes()[:400] not in pickled
+    other = pickle.loads(pickled)
+    for member in (other.bounds, other.captured_share, other.full_covariance):
+        with pytest.raises(RuntimeError, match=r"training data, which are not kept.*train_loader"):
+            member(inputs[:2])
+    assert torch.allclose(other.bounds(inputs[:2], data).upper, la.bounds(inputs[:2]).upper, rtol=1e-9)
+    assert torch.allclose(other.captured_share(inputs[:2]), la.captured_share(inputs[:2]), rtol=1e-9)
+    found, expected = other.full_covariance(inputs[:2], data), la.full_covariance(inputs[:2])
+    assert torch.allclose(found.covariance, expected.covariance, rtol=1e-6)

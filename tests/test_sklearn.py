@@ -184,7 +184,7 @@ def test_pickled_estimators_predict_the_same(projector, complement, iris, diabet
         ({"batch_size": 1.5}, "batch_size must be a positive integer"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"prior_precision": "best"}, "Unknown prior_precision 'best'"),
-        ({"prior_precision": "marglik"}, "'marglik' is now prior_precision='evidence'"),
+        ({"prior_precision": "marglik"}, "Unknown prior_precision 'marglik'; pass a positive number or 'evidence'"),
         ({"projector": "full", "dim": 5}, "dim has no effect: projector='full' has its own"),
         ({"projector": None, "dim": 5}, "projector=None leaves no uncertainty"),
         ({"projector": "best"}, "Unknown projector 'best'"),

@@ -138,13 +138,19 @@ def projector(
 
     def entered(build: Builder) -> Projector:
         made = Projector(name, build, needs_inputs, stores_matrix, needs_exact, own_dim)
-        known = PROJECTORS.get(name)
-        if known is not None and known.build.__qualname__ != build.__qualname__:
+        known = FULL if name == FULL.name else PROJECTORS.get(name)
+        if known is not None and not _same_function(known.build, build):
             raise ValueError(f"There is a projector '{name}' already; choose another name.")
         PROJECTORS[name] = made
         return made
 
     return entered
+
+
+def _same_function(one: Builder, other: Builder) -> bool:
+    """Return whether two functions are the same or, as after running a notebook cell again, have the same name."""
+    names = [(getattr(f, "__module__", None), getattr(f, "__qualname__", "<lambda>")) for f in (one, other)]
+    return one is other or (names[0] == names[1] and not names[0][1].endswith("<lambda>"))
 
 
 for _entry in (

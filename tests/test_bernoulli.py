@@ -29,6 +29,7 @@ from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.batches import select
+from sublaplace.fitting.validation import PRIOR_PULL
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import significant
 from sublaplace.model.likelihoods.links import Covariance
@@ -420,13 +421,18 @@ def test_validation_finds_the_prior_of_the_least_loss():
     # The answers are far less certain than the network says.
     wanted = torch.bernoulli((dense_outputs(model, new) / 3).sigmoid(), generator=torch.Generator().manual_seed(0))
 
-    def loss(prior):
-        return float(F.binary_cross_entropy(la.with_prior(prior)(new), wanted))
+    def loss(prior, pull=PRIOR_PULL):
+        """The NLL of an input, and what pulls λ towards its value before."""
+        nll = F.binary_cross_entropy(la.with_prior(prior)(new), wanted, reduction="sum") / len(new)
+        return float(nll) + pull * math.log10(prior / PRIOR) ** 2 / len(new)
 
     la.optimize_prior_precision("validation", val_loader=loader(new, wanted, size=9))
-    losses = [loss(10 ** (k / 2)) for k in range(-8, 15)]
-    assert loss(la.prior_precision) <= min(losses)
-    assert min(losses) < min(losses[0], losses[-1]) - 0.01  # neither a tiny nor a huge λ is best
+    priors = [PRIOR * 10 ** (k / 2) for k in range(-9, 10)]
+    losses = [loss(prior) for prior in priors]
+    assert loss(la.prior_precision) <= min(losses) + 1e-6
+    assert loss(la.prior_precision, pull=0) <= loss(PRIOR, pull=0)
+    plain = [loss(prior, pull=0) for prior in priors]
+    assert min(plain) < min(plain[0], plain[-1]) - 0.01  # neither a tiny nor a huge λ is best
 
 
 def test_swag_follows_the_usual_loss():

@@ -66,10 +66,11 @@ class SubspaceLaplace:
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
-            "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``. "auto": "kfac" for a low-rank
-            subspace of a regression, or with validation data; otherwise None.
+            "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``. "auto": KFAC around a low-rank
+            subspace, with a fitted weight for regression and weight 1 otherwise; None around other subspaces.
         prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "evidence": the λ that maximises the evidence of the KFAC
-            approximation, found before P is built. "auto": the same, then tuned on validation data if there are any.
+            approximation, found before P is built. "auto": the evidence for regression, leave-one-out of the linearised
+            network for classification; then tuned on validation data, if there are any.
         subspace_inputs: X′, from which P is built: inputs (a tensor, a batch or a loader; labels are not needed),
             ``Drawn(200)`` or ``Perturbed(0.1)``. None: drawn from the training data.
         forward: how the model is called, (model, inputs) → (n, C). None: ``model(x)``, ``model(**x)`` for a mapping,
@@ -176,7 +177,7 @@ class SubspaceLaplace:
             MemoryError: before an allocation that cannot fit.
         """
         loader = shared_out(self._checked_loader(train_loader), sharded)
-        options = self._options.resolved(validated=val_loader is not None)
+        options = self._options.resolved()
         if val_loader is not None:
             self._require_other_data(train_loader, val_loader)
         fitted = fit(options, loader, self.model, self._forward, certify, checkpoint, progress)
@@ -501,24 +502,16 @@ class SubspaceLaplace:
         return self._with(fitted.with_prior(prior))
 
     def updated(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
-        """Return a new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
-        fitted, subspace = self._usable(), self._subspace()
-        if fitted.posterior.outside is not None:
-            raise ValueError(
-                "A posterior with a complement cannot be updated: its factors outside of the subspace were summed over "
-                "the first data alone. Fit again on all data."
-            )
-        loader = shared_out(self._checked_loader(loader))
-        posterior, certificate, survey = update.updated(
-            self._options.resources.tolerance(fitted.linearization.dtype),
-            subspace,
-            fitted.certificate,
-            fitted.survey,
-            loader,
-            fitted.linearization,
-            progress,
-        )
-        other = self._with(replace(fitted, posterior=posterior, certificate=certificate, survey=survey))
+        """Return a new posterior that has also seen `loader`: that of a fit on both with the same P, λ and weight.
+
+        Args:
+            loader: more training data.
+            progress: show bars.
+        """
+        fitted = self._usable()
+        loader = shared_out(self._checked_loader(loader, "updated"))
+        tolerance = self._options.resources.tolerance(fitted.linearization.dtype)
+        other = self._with(update.updated(fitted, tolerance, loader, progress))
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 

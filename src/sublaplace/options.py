@@ -107,19 +107,16 @@ class Options:
     seed: int
     resources: Resources
 
-    def resolved(self, validated: bool) -> "Options":
+    def resolved(self) -> "Options":
         """Return the options of one fit, in which "auto" has become what it stands for.
 
-        KFAC with a fitted weight stands outside of a low-rank subspace of a regression, and of a classification with
-        validation data. Other subspaces have nothing outside.
-
-        Args:
-            validated: whether there are validation data.
+        KFAC stands outside of a low-rank subspace, for regression with a fitted weight. (For classification λ is chosen
+        so that another weight gains nothing.) Subspaces of single parameters have nothing outside.
         """
         complement = self.complement
         if isinstance(complement, str):
             suits = self.projector is None or self.projector.needs_inputs
-            complement = Complement("kfac") if suits and (validated or self.likelihood.has_noise) else None
+            complement = Complement("kfac", FITTED if self.likelihood.has_noise else 1.0) if suits else None
         return replace(self, complement=complement)
 
     @property
@@ -131,6 +128,12 @@ class Options:
     def given_prior(self) -> float | None:
         """λ, if it is a number."""
         return None if isinstance(self.prior_precision, str) else self.prior_precision
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether λ is chosen by leave-one-out: "auto" for classification in a low-rank subspace."""
+        low_rank = self.projector is not None and self.projector.needs_inputs
+        return self.prior_precision == AUTO and low_rank and not self.likelihood.has_noise
 
     @property
     def label(self) -> str:

@@ -28,19 +28,7 @@ class _KroneckerSums:
 
     def part(self, dtype: torch.dtype) -> KroneckerPart:
         moment = self.inputs / self.positions
-        if moment.ndim == 2:
-            input_values, input_vectors = moment, None
-        else:
-            input_values, vectors = torch.linalg.eigh(moment)
-            input_vectors = vectors.to(dtype)
-        output_values, output_vectors = torch.linalg.eigh(self.gradients)
-        return KroneckerPart(
-            input_values.clamp_min(0).to(dtype),
-            input_vectors,
-            output_values.clamp_min(0).to(dtype),
-            output_vectors.to(dtype),
-            self.transposed,
-        )
+        return KroneckerPart.of(moment, self.gradients, self.transposed, self.positions, dtype)
 
 
 @dataclass(frozen=True)

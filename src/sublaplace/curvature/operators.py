@@ -54,6 +54,9 @@ class Part(Protocol):
     def rotate(self, vectors: Tensor) -> Tensor:
         """Return vectors (r, size) in the eigenbasis."""
 
+    def joined(self, other: "Part") -> "Part":
+        """Return the curvature of both data sets together."""
+
     def scaled(self, factor: float) -> "Part":
         """Return the curvature times a factor."""
 
@@ -111,6 +114,11 @@ class DiagonalPart:
     def rotate(self, vectors: Tensor) -> Tensor:
         return vectors
 
+    def joined(self, other: "Part") -> "Part":
+        if isinstance(other, DiagonalPart):
+            return DiagonalPart(self.diagonal + other.diagonal)
+        return other.joined(self)  # where the first data did not use the parameter
+
     def scaled(self, factor: float) -> "DiagonalPart":
         return DiagonalPart(self.diagonal * factor)
 
@@ -161,6 +169,12 @@ class DensePart:
     def rotate(self, vectors: Tensor) -> Tensor:
         return vectors @ self.vectors
 
+    def joined(self, other: "Part") -> "Part":
+        if not isinstance(other, DensePart):
+            return _joined_unused(self, other)
+        both = (part.vectors.double() * part.values.double() @ part.vectors.double().T for part in (self, other))
+        return DensePart.of(sum(both), self.values.dtype)  # type: ignore[arg-type]
+
     def scaled(self, factor: float) -> "DensePart":
         return replace(self, values=self.values * factor)
 
@@ -179,6 +193,7 @@ class KroneckerPart:
     output_values: Tensor  # (G, O)
     output_vectors: Tensor  # (G, O, O)
     transposed: bool
+    terms: float = 1.0  # of the mean A
 
     @property
     def _products(self) -> Tensor:
@@ -254,8 +269,56 @@ class KroneckerPart:
     def rotate(self, vectors: Tensor) -> Tensor:
         return self._stored(self._into_eigenbasis(vectors)).reshape(len(vectors), -1)
 
+    def joined(self, other: "Part") -> "Part":
+        if not isinstance(other, KroneckerPart):
+            return _joined_unused(self, other)
+        terms = self.terms + other.terms
+        moment = (self._input_moment() * self.terms + other._input_moment() * other.terms) / terms
+        gradients = self._output_moment() + other._output_moment()
+        return KroneckerPart.of(moment, gradients, self.transposed, terms, self.output_values.dtype)
+
+    def _input_moment(self) -> Tensor:
+        """Return A: (G, I, I), or its diagonal (G, I); float64."""
+        values = self.input_values.double()
+        if self.input_vectors is None:
+            return values
+        vectors = self.input_vectors.double()
+        return (vectors * values[:, None, :]) @ vectors.transpose(1, 2)
+
+    def _output_moment(self) -> Tensor:
+        """Return G: (G, O, O), float64."""
+        vectors = self.output_vectors.double()
+        return (vectors * self.output_values.double()[:, None, :]) @ vectors.transpose(1, 2)
+
+    @classmethod
+    def of(
+        cls, moment: Tensor, gradients: Tensor, transposed: bool, terms: float, dtype: torch.dtype
+    ) -> "KroneckerPart":
+        """Return the block of A, (G, I, I) or its diagonal (G, I), and G (G, O, O), by their eigenvectors."""
+        if moment.ndim == 2:
+            input_values, input_vectors = moment, None
+        else:
+            input_values, vectors = torch.linalg.eigh(moment)
+            input_vectors = vectors.to(dtype)
+        output_values, output_vectors = torch.linalg.eigh(gradients)
+        return cls(
+            input_values.clamp_min(0).to(dtype),
+            input_vectors,
+            output_values.clamp_min(0).to(dtype),
+            output_vectors.to(dtype),
+            transposed,
+            terms,
+        )
+
     def scaled(self, factor: float) -> "KroneckerPart":
         return replace(self, output_values=self.output_values * factor)
+
+
+def _joined_unused(part: Part, other: Part) -> Part:
+    """Return `part`, if the other data did not use the parameter, so that their curvature is zero."""
+    if float(other.eigenvalues().abs().max()):
+        raise ValueError("A parameter is used in another way in the new data, so its curvatures cannot be added.")
+    return part
 
 
 PARTS: dict[str, type[DiagonalPart] | type[DensePart] | type[KroneckerPart]] = {

@@ -174,6 +174,12 @@ class BlockPrecision(Precision):
         """Return Λ with another weight on the measured curvature and the same scale of the likelihood."""
         return replace(self.scaled(weight / self.weight), scale=self.scale, weight=weight)
 
+    def joined(self, more: "BlockPrecision") -> "BlockPrecision":
+        """Return the curvature of both data sets together, in units of a scale of 1 and with this one's weight."""
+        one, other = (block.scaled(1 / (block.scale * block.weight)) for block in (self, more))
+        parts = {name: part.joined(other.parts[name]) for name, part in one.parts.items()}
+        return BlockPrecision(self.layout, parts, self.prior_precision).reweighted(self.weight)
+
     def outside_covariances(self, jacobian: Jacobian, weights: Sequence[float]) -> Tensor:
         """Return J Λ⁻¹ Jᵀ for other weights of the curvature: (weights, n, K, K) in float64."""
         return torch.stack([self.reweighted(weight).covariance(jacobian).double() for weight in weights])

@@ -17,6 +17,7 @@ from sublaplace.data.batches import Batch, num_inputs, select
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import Fitted, Stage
+from sublaplace.fitting.leave_one_out import OUTSIDE_FACTOR, LinearisedData, prior_by_leave_one_out
 from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.fitting.tuning import prior_by_evidence
@@ -125,6 +126,11 @@ class _Run:
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
         posterior = self._weighted(posterior, context, held_back, self._subsample(look, chosen))
+        if options.leaves_one_out:
+            with self._stage("leave-one-out"):
+                prior, how = self._left_out_prior(posterior, look), "leave-one-out of the linearised network"
+            posterior = posterior.with_prior(prior)
+            certificate = None if certificate is None else certificate.with_prior(prior)
         share = None
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
             share = float(certificate.captured(self._jacobians(judged))[-1])
@@ -185,7 +191,8 @@ class _Run:
     def _num_drawn(self, num_outputs: int) -> int:
         """Return how many training data are drawn, for X′ and for the complement's weight."""
         complement = self.options.outside
-        more = SUBSAMPLE if complement is not None and complement.fits_weight else 0
+        fits_weight = complement is not None and complement.fits_weight
+        more = SUBSAMPLE if fits_weight or self.options.leaves_one_out else 0
         return self._num_subspace_inputs(num_outputs) + more
 
     def _subsample(self, look: _Look, chosen: Any) -> Batch | None:
@@ -280,6 +287,18 @@ class _Run:
             inputs = Jacobians(self.linearization, held_back)
             weight = fitted_weight(weighted, context.stream, context.num_data, inputs, subsample)
             return weighted.reweighted(weight)
+
+    def _left_out_prior(self, posterior: Posterior, look: _Look) -> float:
+        """Return λ by leave-one-out, of the subspace alone or with what stands outside."""
+        subspace, drawn = posterior.subspace, look.drawn
+        assert subspace is not None and drawn is not None
+        few = slice(0, SUBSAMPLE)
+        weights = None if drawn.weights is None else drawn.weights[few]
+        batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
+        survey = look.survey
+        data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_data)
+        factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
+        return factor * prior_by_leave_one_out(data)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
         """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""

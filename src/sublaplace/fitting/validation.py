@@ -30,8 +30,8 @@ DECADES = 5
 _PER_DECADE = 6  # points of the grid; between them log V is interpolated
 _MOST_NOISE = 10**3.5  # the largest factor by which σ may grow; below its training residuals it must not fall
 
-PRIOR_PULL, NOISE_PULL = 3.0, 3.0
-"""Nats per squared decade that λ, and σ, are pulled towards their values before tuning: an n-th of it per input."""
+NOISE_PULL, CLASS_PULL = 3.0, 0.3
+"""Nats per squared decade that λ (and σ) are pulled towards their values before tuning, with and without noise."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,11 @@ class ValidationData:
             float(self.counts.sum())
         )
 
-    def loss_and_factor(self, log_tau: float, pull: float) -> tuple[float, float]:
-        """Return the loss at the best factor c of σ, and c: N(f, c²(V/scale + σ²)), with `pull` nats on (log₁₀ c)²."""
+    def loss_and_factor(self, log_tau: float, away: float) -> tuple[float, float]:
+        """Return the penalised loss at the best factor c of σ, and c: N(f, c²(V/scale + σ²)).
+
+        away: decades of τ from its value before tuning; λ is then away by that less 2 log₁₀ c.
+        """
         covariance = self.covariance(log_tau) / self.unit
         C, total = self.outputs.shape[1], float(self.counts.sum())
         plain = self.likelihood.log_predictive(self.outputs, covariance, self.targets)
@@ -84,7 +87,9 @@ class ValidationData:
 
         def gain(log_c: float) -> float:
             each = plain + 0.5 * q * (1 - torch.tensor(-2 * log_c).exp()) - C * log_c
-            return float((each * self.counts).sum()) / total - pull * (log_c / log(10)) ** 2 / total
+            decades = log_c / log(10)
+            pull = NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
+            return (float((each * self.counts).sum()) - pull) / total
 
         log_c = golden_section(gain, 0.0, log(_MOST_NOISE), width=1e-6)
         return -gain(log_c), float(torch.tensor(log_c).exp())
@@ -102,8 +107,7 @@ class ValidationData:
 def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> ValidationData:
     """Run one pass over the validation data. Cost: one prediction of them, and little more."""
     likelihood, linearization = fitted.survey.likelihood, fitted.linearization
-    scales = likelihood.curvature_scales
-    unit = scales[0] if len(scales) == 1 else 1.0
+    unit = likelihood.single_scale
     start = log10(fitted.posterior.prior_precision / unit)
     taus = torch.logspace(start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64)
     weights = torch.ones_like(taus) * (1.0 if fitted.posterior.outside is None else fitted.posterior.outside.weight)
@@ -152,10 +156,14 @@ def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool
     total, logs = float(data.counts.sum()), data.taus.log().tolist()
     middle = (logs[0] + logs[-1]) / 2
 
+    def away(log_tau: float) -> float:
+        return (log_tau - middle) / log(10)
+
     def loss(log_tau: float) -> float:
-        pull = PRIOR_PULL * ((log_tau - middle) / log(10)) ** 2 / total
-        plain = data.loss_and_factor(log_tau, NOISE_PULL)[0] if noise else data.loss(log_tau)
-        return plain + pull
+        if noise:
+            return data.loss_and_factor(log_tau, away(log_tau))[0]
+        pull = NOISE_PULL if data.likelihood.has_noise else CLASS_PULL
+        return data.loss(log_tau) + pull * away(log_tau) ** 2 / total
 
     losses = [loss(log_tau) for log_tau in logs]
     best = losses.index(min(losses))
@@ -166,6 +174,6 @@ def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool
         )
     left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]
     log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-4)
-    factor = data.loss_and_factor(log_tau, NOISE_PULL)[1] if noise else 1.0
+    factor = data.loss_and_factor(log_tau, away(log_tau))[1] if noise else 1.0
     tau = float(torch.tensor(log_tau, dtype=torch.float64).exp())
     return Chosen(tau * data.unit / factor**2, factor, count)

@@ -111,6 +111,14 @@ class ComplementedPosterior:
             outside_in_subspace=self.outside_in_subspace * (weight / self.outside.weight),
         )
 
+    def product(self) -> Vectors:
+        """Return Y = GGN Q with the likelihood's scales, in memory of its own: (s, size) per parameter."""
+        prior, result = self.prior_precision, {}
+        for name, part in self.outside.parts.items():
+            whole = part.unwhiten(self.mixed[name] * (part.eigenvalues() + prior), prior)  # ΛQ
+            result[name] = whole.sub_(self.projection.part(name), alpha=prior)
+        return result
+
     def product_and_basis(self, name: str, unit: float) -> Tensor:
         """Return Y / unit and Q of one parameter below each other, as rows in Ψ_K's eigenbasis: (2s, size)."""
         part, prior = self.outside.parts[name], self.prior_precision

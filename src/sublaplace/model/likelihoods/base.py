@@ -122,6 +122,11 @@ class Likelihood(ABC):
         return (1.0,)
 
     @property
+    def single_scale(self) -> float:
+        """The scale, if there is a single one; 1 otherwise, where the rows of R are multiplied with their scales."""
+        return self.curvature_scales[0] if len(self.curvature_scales) == 1 else 1.0
+
+    @property
     def noise_variances(self) -> tuple[float, ...]:
         """The variance of predictions beside the outputs' own, one for all or one per output; σ² of regression."""
         return (1.0,)

@@ -29,7 +29,7 @@ from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.batches import select
-from sublaplace.fitting.validation import PRIOR_PULL
+from sublaplace.fitting.validation import CLASS_PULL
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import significant
 from sublaplace.model.likelihoods.links import Covariance
@@ -421,7 +421,7 @@ def test_validation_finds_the_prior_of_the_least_loss():
     # The answers are far less certain than the network says.
     wanted = torch.bernoulli((dense_outputs(model, new) / 3).sigmoid(), generator=torch.Generator().manual_seed(0))
 
-    def loss(prior, pull=PRIOR_PULL):
+    def loss(prior, pull=CLASS_PULL):
         """The NLL of an input, and what pulls λ towards its value before."""
         nll = F.binary_cross_entropy(la.with_prior(prior)(new), wanted, reduction="sum") / len(new)
         return float(nll) + pull * math.log10(prior / PRIOR) ** 2 / len(new)

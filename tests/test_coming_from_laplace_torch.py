@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sublaplace import SubspaceLaplace
-from sublaplace.fitting.validation import PRIOR_PULL
+from sublaplace.fitting.validation import CLASS_PULL
 
 
 def trained(model, loader, loss, steps=300):
@@ -50,7 +50,7 @@ def test_the_classification_example():
 
     def pulled(posterior):
         """What is minimised: the NLL, and a pull towards λ before, which was 1."""
-        return nll(posterior) + PRIOR_PULL * math.log10(posterior.prior_precision) ** 2 / 40
+        return nll(posterior) + CLASS_PULL * math.log10(posterior.prior_precision) ** 2 / 40
 
     assert pulled(la) <= min(pulled(la.with_prior(prior)) for prior in (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)) + 1e-6
     assert nll(la) <= nll(la.with_prior(1.0))

@@ -26,8 +26,8 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.projection import Projection
 
-LOG_PRIORS = tuple(6 - k / 4 for k in range(37))
-"""log₁₀ λ of the search, falling: each mode starts at the one before."""
+LOG_PRIORS = tuple(6 - k / 2 for k in range(19))
+"""log₁₀ λ of the search, falling: each mode starts at the one before. A parabola refines the best one."""
 
 OUTSIDE_FACTOR = 10**0.5
 """λ over its leave-one-out value where KFAC stands outside of the subspace, whose variance is not left out."""

@@ -24,6 +24,7 @@ from sublaplace.projection import Projection
 BINS_PER_DECADE = 5
 """Of KFAC's eigenvalues, which are rounded to their bin's mean: variances are right to about one percent."""
 
+_NUMBERS_AT_ONCE = 2**23  # of what differs between the points of a sweep
 _DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin
 
 
@@ -186,43 +187,55 @@ class ComplementSweep:
         return cls(projection, values, turn, means[used], parts, grams[used])
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
-        s = len(self.values)
+        """Evaluate a few points at a time, so that the memory of what differs between them stays small."""
         squares, products = self._sums(jacobian, whole)
-        result = []
-        rows = products[..., s:].sum(2)  # JQ: every bin's share of it
-        for tau, weight in zip(taus, weights, strict=True):
-            outside = 1 / (weight * self.eigenvalues + tau)  # (B,)
-            total = torch.einsum("nkb...,b->nk...", squares, outside)
-            if s:
-                m = rows / (self.values + tau)
-                mixed = torch.einsum("nkbt,b->nkt", products, outside)
-                cross = mixed[..., :s] + tau * mixed[..., s:]  # Σ j (Y + τQ) / (we + τ)
-                G = torch.einsum("bij,b->ij", self.grams, outside)
-                inner = G[:s, :s] + tau * (G[:s, s:] + G[s:, :s]) + tau**2 * G[s:, s:]
-                inner.diagonal().add_(self.values + tau)  # the first term of V
-                if whole:
-                    both = m @ cross.transpose(1, 2)
-                    total = total - both - both.transpose(1, 2) + m @ inner @ m.transpose(1, 2)
-                else:
-                    total = total - 2 * (m * cross).sum(2) + ((m @ inner) * m).sum(2)
-            result.append(total)
-        return torch.stack(result)
+        step = max(1, _NUMBERS_AT_ONCE // max(1, products[0].numel() + self.grams[0].numel()))
+        points = zip(taus.to(squares.device).split(step), weights.to(squares.device).split(step), strict=True)
+        return torch.cat([self._at(squares, products, *some) for some in points])
+
+    def _at(self, squares: Tensor, products: Tensor, taus: Tensor, weights: Tensor) -> Tensor:
+        """Return V at some points from a chunk's sums by bin."""
+        s, L = len(self.values), len(taus)
+        outside = 1 / (weights[:, None] * self.eigenvalues + taus[:, None])  # (L, B)
+        total = _over_bins(outside, squares)
+        if not s:
+            return total
+        rows = products[..., s:].sum(0)  # JQ: every bin's share of it
+        mixed, grams = _over_bins(outside, products), _over_bins(outside, self.grams)
+        for k in range(L):
+            tau = taus[k]
+            m = rows / (self.values + tau)
+            cross = mixed[k, ..., :s] + tau * mixed[k, ..., s:]  # Σ j (Y + τQ) / (we + τ)
+            G = grams[k]
+            inner = G[:s, :s] + tau * (G[:s, s:] + G[s:, :s]) + tau**2 * G[s:, s:]
+            inner.diagonal().add_(self.values + tau)  # the first term of V
+            if total.ndim == 4:
+                both = m @ cross.transpose(1, 2)
+                total[k] += m @ inner @ m.transpose(1, 2) - both - both.transpose(1, 2)
+            else:
+                total[k] += ((m @ inner - 2 * cross) * m).sum(2)
+        return total
 
     def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return by bin Σ j_k² (n, K, B), or Σ j_k j′_k (n, K, B, K), and Σ j_k Y_k, Σ j_k Q_k: (n, K, B, 2s)."""
+        """Return by bin Σ j_k² (B, n, K), or Σ j_k j′_k (B, n, K, K), and Σ j_k Y_k, Σ j_k Q_k: (B, n, K, 2s)."""
         n, K, s, B = jacobian.num_inputs, jacobian.num_rows, len(self.values), len(self.eigenvalues)
         device = jacobian.outputs.device
-        squares = torch.zeros(n, K, B, *([K] if whole else []), dtype=torch.float64, device=device)
-        products = torch.zeros(n, K, B, 2 * s, dtype=torch.float64, device=device)
+        squares = torch.zeros(B, n, K, *([K] if whole else []), dtype=torch.float64, device=device)
+        products = torch.zeros(B, n, K, 2 * s, dtype=torch.float64, device=device)
         for name, block in jacobian.blocks.items():
             binned = self.parts[name]
             rows = binned.part.rotated_rows(block)[:, :, binned.order]
             for place, start, stop in binned.starts:
                 some = rows[:, :, start:stop]
-                squares[:, :, place] += (some @ some.transpose(1, 2)) if whole else some.square().sum(2)
+                squares[place] += (some @ some.transpose(1, 2)) if whole else some.square().sum(2)
                 if binned.both is not None:
-                    products[:, :, place] += some @ binned.both[:, start:stop].T
+                    products[place] += some @ binned.both[:, start:stop].T
         return squares, products
+
+
+def _over_bins(factors: Tensor, sums: Tensor) -> Tensor:
+    """Return Σ_b f_lb x_b for factors (L, B) and sums (B, …): (L, …)."""
+    return (factors @ sums.flatten(1)).view(len(factors), *sums.shape[1:])
 
 
 def _bins(eigenvalues: Tensor, largest: float, count: int) -> Tensor:

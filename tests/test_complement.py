@@ -259,6 +259,25 @@ def test_a_complement_survives_a_killed_fit(tmp_path):
     assert torch.equal(la.functional_covariance(problem.new), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("complement", OUTSIDE)
+@pytest.mark.parametrize("name", SMALL)
+def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace(name, complement, kind):
+    problem = Problem(name, kind)
+    options = {"complement": OUTSIDE[complement], "prior_precision": PRIOR, **problem.options}
+    first = SubspaceLaplace(problem.model, dim=5, **options).fit(problem.batches[:1])  # 3 inputs, then 5
+    P = first._subspace().projection
+    updated = first.updated(problem.batches[1:])
+    both = problem.fit(projector=lambda _: P, complement=OUTSIDE[complement])
+    assert close(problem.covariance(updated), problem.covariance(both))
+    assert not close(problem.covariance(first), problem.covariance(both), 1e-3)
+    evidence = float(both.log_marginal_likelihood())
+    assert float(updated.log_marginal_likelihood()) == pytest.approx(evidence, rel=1e-9)
+    alone = SubspaceLaplace(problem.model, projector=None, **options).fit(problem.batches[:1])
+    expected = problem.covariance(problem.fit_outside(complement))
+    assert close(problem.covariance(alone.updated(problem.batches[1:])), expected)
+
+
 def test_what_makes_no_sense_is_refused():
     problem = Problem("mlp", "classification")
     with pytest.raises(ValueError, match=r"projector=None leaves no uncertainty.*complement"):
@@ -272,8 +291,8 @@ def test_what_makes_no_sense_is_refused():
         problem.fit(complement="full")
     with pytest.raises(ValueError, match="nothing outside"):
         problem.fit(projector="full", dim=None, complement=KFAC)
-    with pytest.raises(ValueError, match="cannot be updated"):
-        problem.fit(complement=KFAC).updated(problem.batches)
+    with pytest.raises(ValueError, match="'full' cannot be updated"):
+        problem.fit(projector="full", dim=None).updated(problem.batches)
     for use in (
         lambda la: la.leading_traces(problem.new),
         lambda la: la.projection_matrix(),

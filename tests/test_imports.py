@@ -19,10 +19,11 @@ LAYERS = [
     "projectors",
     "posteriors",
     "options",
+    "metrics",
+    "evaluation",
     "fitting",
     "former_names",
     "laplace",
-    "metrics",
     "ood",
     "sklearn",
 ]

@@ -25,6 +25,7 @@ from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.fitting import validation
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.residuals import Residuals
 
@@ -275,10 +276,21 @@ def test_validation_finds_the_prior_of_the_greatest_density():
         prediction = la.with_prior(prior).predict(new)
         return float(MultivariateNormal(prediction.mean, prediction.total).log_prob(wanted).mean())
 
-    la.optimize_prior_precision("validation", val_loader=loader(new, wanted, size=9))
-    densities = [density(10 ** (k / 2)) for k in range(-8, 15)]
-    assert density(la.prior_precision) >= max(densities)
+    before, certain = la.prior_precision, [(new, wanted, torch.full((25,), 1e6).double())]
+    assert la.tuned(certain, noise=False).noise_std == la.noise_std
+    densities = [density(10 ** (k / 2)) for k in range(-8, 9)]  # within five decades of λ before
+    found = la.tuned(certain, noise=False).prior_precision
+    assert before == 1.0
+    assert density(found) >= max(densities) - 1e-4
     assert max(densities) > min(densities) + 0.01
+    # With few data λ is pulled towards its value before.
+    pulled = la.optimize_prior_precision("validation", val_loader=loader(new, wanted, size=9)).prior_precision
+
+    def score(prior):
+        return density(prior) - validation.NOISE_PULL * math.log10(prior / before) ** 2 / 25
+
+    assert score(pulled) >= max(score(10 ** (k / 4)) for k in range(-16, 17)) - 1e-4
+    assert abs(math.log10(pulled)) < abs(math.log10(found))
 
 
 # The evidence ---------------------------------------------------------------------------------------------------------

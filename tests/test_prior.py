@@ -1,7 +1,7 @@
 """The evidence against brute force and against laplace-torch, and the λ and σ that maximise it."""
 
 from itertools import pairwise
-from math import exp, log
+from math import exp, log, log10
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from sublaplace import (
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.precision import EigenvalueOccam
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.fitting import validation
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.residuals import Residuals
 from sublaplace.posteriors.evidence import Evidence
@@ -404,10 +405,13 @@ def test_a_fit_with_validation_data_is_tuned_on_them():
     la, inputs, targets = fitted("classification", 30)
     _, new = make("mlp", 25, seed=7)
     val_loader = loader(new, labels(la.model, new), size=5)
-    both = SubspaceLaplace.paper(la.model, "classification", dim=6, prior_precision=PRIOR)
+    both = SubspaceLaplace.paper(la.model, "classification", dim=6, prior_precision="auto")
     assert both.fit(loader(inputs, targets, size=10), val_loader) is both
-    assert both.prior_precision == la.tuned(val_loader).prior_precision != PRIOR
-    assert torch.equal(both.projection_matrix(), la.projection_matrix())
+    assert "(by the NLL of 25 validation inputs)" in both.summary()
+    # A λ that is given stands against them.
+    with pytest.raises(ValueError, match=r"val_loader has no effect: prior_precision=0\.7.*Leave prior_precision out"):
+        la.fit(loader(inputs, targets, size=10), val_loader)
+    assert la.prior_precision == PRIOR
 
 
 def test_an_unknown_way_to_tune_is_refused_with_those_that_exist():
@@ -475,32 +479,62 @@ def test_validation_finds_a_prior_of_small_nll(kind, projector):
     noise = la.noise_std
     assert la.optimize_prior_precision("validation", val_loader=loader(inputs, targets, size=4)) is la
     assert la.prior_precision != PRIOR and la.noise_std == noise
-    found = validation_nll(la, inputs, targets)
-    others = {prior: validation_nll(la.with_prior(prior), inputs, targets) for prior in (1e-3, 1.0, 1e3)}
-    assert found <= min(others.values()) + 1e-12
-    assert found < max(others.values()) - 0.01  # they are not all the same
-    grid = [validation_nll(la.with_prior(3 * 10.0**k), inputs, targets) for k in range(-4, 8)]
-    assert found <= min(grid) + 1e-3
+    pull = validation.CLASS_PULL if kind == "classification" else validation.NOISE_PULL
+
+    def score(prior):
+        """The mean NLL, and the pull towards λ before."""
+        plain = validation_nll(la.with_prior(prior), inputs, targets)
+        return plain + pull * log10(prior / PRIOR) ** 2 / len(inputs)
+
+    found = score(la.prior_precision)
+    others = [score(prior) for prior in (1e-3, 1.0, 1e3)]
+    assert found <= min(others) + 1e-4  # variances are interpolated between the points of a grid
+    assert found < max(others) - 0.01  # they are not all the same
+    assert found <= min(score(PRIOR * 10 ** (k / 2)) for k in range(-10, 11)) + 1e-4
+    assert validation_nll(la, inputs, targets) < validation_nll(la.with_prior(PRIOR), inputs, targets)
 
 
-@pytest.mark.parametrize(("offset", "message"), [(100.0, "more uncertainty"), (0.0, "next to no uncertainty")])
-def test_a_prior_at_the_end_of_the_search_is_said_to_be_one(offset, message):
+@pytest.mark.parametrize(
+    ("prior", "offset", "message"), [(1e10, 100.0, "more uncertainty"), (1e-8, 0.0, "next to no uncertainty")]
+)
+def test_a_prior_at_the_end_of_the_search_is_said_to_be_one(prior, offset, message):
     torch.manual_seed(0)
-    inputs = torch.randn(40, 3, dtype=torch.float64)
-    model = torch.nn.Linear(3, 1).double()
+    inputs = torch.randn(400, 3, dtype=torch.float64)
+    model = torch.nn.Linear(3, 1, bias=False).double()
     outputs = model(inputs).detach()
-    noisy = outputs + 0.1 * torch.randn_like(outputs)
-    la = SubspaceLaplace.paper(model, Gaussian(0.1), dim=2).fit(loader(inputs, noisy, size=10))
-    with pytest.warns(UserWarning, match=message):
-        la.optimize_prior_precision("validation", val_loader=loader(inputs, outputs + offset, size=10))
+    # Small inputs hardly determine the parameters: the variance is that of the prior at every λ of the search.
+    few = 1e-9 * inputs[:40]
+    la = SubspaceLaplace.paper(model, Gaussian(0.1), 2, prior).fit(loader(few, model(few).detach(), size=10))
+    with pytest.warns(UserWarning, match=f"end of its search: they ask for {message}"):
+        la.optimize_prior_precision("validation", val_loader=loader(inputs, outputs + offset, size=100))
 
 
-def test_validation_does_not_depend_on_the_batches_or_on_the_prior_before():
+def test_validation_does_not_depend_on_the_batches():
     la, inputs, targets = validation_problem("classification", "lowrank-kfac")
-    other = la.with_prior(30.0)
-    la.optimize_prior_precision("validation", val_loader=loader(inputs, targets, size=4))
-    other.optimize_prior_precision("validation", val_loader=loader(inputs, targets, size=25))
-    assert la.prior_precision == other.prior_precision
+    one, other = (la.tuned(loader(inputs, targets, size=size)).prior_precision for size in (4, 25))
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_validation_depends_on_the_prior_before_the_less_the_more_data_there_are():
+    la, inputs, targets = validation_problem("given noise", "lowrank-kfac")
+    starts = la.with_prior(0.01), la.with_prior(30.0)
+
+    def apart(weight):
+        """Decades between what is found from two λ before."""
+        batches = [(inputs, targets, torch.full((25,), weight).double())]
+        one, other = (start.tuned(batches, noise=False).prior_precision for start in starts)
+        return abs(log10(one / other))
+
+    distances = [apart(weight) for weight in (1e-6, 1.0, 1e6)]
+    assert distances[0] == pytest.approx(log10(30.0 / 0.01), rel=1e-3)
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_too_few_validation_data_leave_the_prior_as_it_was():
+    la, inputs, targets = validation_problem("classification", "lowrank-kfac")
+    with pytest.warns(UserWarning, match="9 validation inputs are too few.*at least 10"):
+        la.optimize_prior_precision("validation", val_loader=loader(inputs[:9], targets[:9]))
+    assert la.prior_precision == PRIOR
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -616,10 +650,23 @@ def test_a_tuned_noise_survives_an_update():
     assert la.updated(loader(inputs + 1, targets)).noise_std == tuned
 
 
-def test_validation_data_do_not_tune_the_noise():
-    la, inputs, targets = fitted("regression")
-    with pytest.raises(ValueError, match="validation data tune λ alone"):
+def test_validation_data_tune_the_noise_where_they_are_asked_to():
+    la, inputs, targets = validation_problem("estimated noise", "lowrank-kfac")
+    before, data = la.noise_std, loader(inputs, targets)
+    alone, both = la.tuned(data, noise=False), la.tuned(data)
+    assert alone.noise_std == la.noise_std == before
+    assert both.noise_std > before  # these data are noisier than those of the fit
+    assert validation_nll(both, inputs, targets) < validation_nll(alone, inputs, targets)
+    la.optimize_prior_precision("validation", val_loader=data, tune_noise=True)
+    assert (la.noise_std, la.prior_precision) == (both.noise_std, both.prior_precision)
+    assert close(la.functional_covariance(inputs), both.functional_covariance(inputs), 1e-12)
+
+
+def test_validation_data_of_classification_have_no_noise_to_tune():
+    la, inputs, targets = fitted("classification")
+    with pytest.raises(ValueError, match="'classification' has no noise σ to tune"):
         la.optimize_prior_precision("validation", val_loader=loader(inputs, targets), tune_noise=True)
+    assert la.prior_precision == PRIOR
 
 
 def test_one_noise_in_a_tuple_is_that_noise_with_a_complement():

@@ -122,7 +122,7 @@ def test_the_summary_tells_what_was_fitted():
     for part in (
         "s=4",
         "λ=0.7",
-        "N             8",
+        "data N              8 inputs",
         "cell.weight_ih_l0: lstm",
         "reduced posterior",
         "backward passes",

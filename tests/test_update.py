@@ -233,7 +233,7 @@ def test_targets_of_regression_that_are_not_finite_are_refused():
 def test_the_full_posterior_cannot_be_updated_and_says_so():
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST), "full")
-    with pytest.raises(ValueError, match="'full' has no subspace"):
+    with pytest.raises(ValueError, match="'full' cannot be updated; fit again on all data"):
         la.updated(part(inputs, targets, SECOND))
 
 

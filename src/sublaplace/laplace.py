@@ -71,6 +71,7 @@ class SubspaceLaplace:
         prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "evidence": the λ that maximises the evidence of the KFAC
             approximation, found before P is built. "auto": the evidence for regression, leave-one-out of the linearised
             network for classification; then tuned on validation data, if there are any.
+        prior_structure: "scalar", or "layer": one λ per layer, in ratios that the evidence of KFAC chooses.
         subspace_inputs: X′, from which P is built: inputs (a tensor, a batch or a loader; labels are not needed),
             ``Drawn(200)`` or ``Perturbed(0.1)``. None: drawn from the training data.
         forward: how the model is called, (model, inputs) → (n, C). None: ``model(x)``, ``model(**x)`` for a mapping,
@@ -90,6 +91,7 @@ class SubspaceLaplace:
         projector: str | Projector | Builder | None = "lowrank-kfac",
         complement: str | Complement | None = "auto",
         prior_precision: float | str = "auto",
+        prior_structure: str = "scalar",
         subspace_inputs: Any = None,
         forward: Forward | None = None,
         labels_key: str = "labels",
@@ -102,7 +104,16 @@ class SubspaceLaplace:
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
         self.model = model
         self._options = checked_options(
-            likelihood, dim, projector, complement, prior_precision, subspace_inputs, labels_key, seed, resources
+            likelihood,
+            dim,
+            projector,
+            complement,
+            prior_precision,
+            prior_structure,
+            subspace_inputs,
+            labels_key,
+            seed,
+            resources,
         )
         require_cpu_for(self._options.resources.scratch_folder, model)
         self._forward: Forward = call_model if forward is None else forward
@@ -434,7 +445,7 @@ class SubspaceLaplace:
     # What was fitted --------------------------------------------------------------------------------------------------
 
     def projection_matrix(self) -> Tensor:
-        """Return P (p, s) with orthonormal columns, leading ones first."""
+        """Return P (p, s), leading columns first; orthonormal, in units of each layer's λ where that has its own."""
         projection = self._subspace().projection
         linearization = self._usable().linearization
         require(
@@ -443,7 +454,8 @@ class SubspaceLaplace:
             "The projection as a matrix",
             "Use truncated() first.",
         )
-        return projection.matrix()
+        matrix = projection.matrix()
+        return matrix if linearization.units is None else matrix * linearization.flat_units(matrix)[:, None]
 
     @property
     def dim(self) -> int:
@@ -459,6 +471,13 @@ class SubspaceLaplace:
     def prior_precision(self) -> float | None:
         """λ; None before fit where it is to be tuned."""
         return self._options.given_prior if self._state is None else self._state.posterior.prior_precision
+
+    @property
+    def prior_precisions(self) -> dict[str, float]:
+        """λ of every parameter tensor; they differ between layers with prior_structure="layer"."""
+        fitted = self._fitted()
+        units = fitted.units or dict.fromkeys(self._layout.names, 1.0)
+        return {name: fitted.posterior.prior_precision / unit**2 for name, unit in units.items()}
 
     @property
     def noise_std(self) -> Noise | None:
@@ -578,7 +597,7 @@ class SubspaceLaplace:
         if noise_std is not None:
             checked_noise(noise)
             fitted.require_noise_like(noise.numel())
-        evidence = evidence_of(fitted.posterior, fitted.survey, self._layout.squared_norm(self.model))
+        evidence = evidence_of(fitted.posterior, fitted.survey, fitted.linearization.squared_norm())
         return evidence(torch.as_tensor(prior, dtype=torch.float64), noise)
 
     # Samples ----------------------------------------------------------------------------------------------------------
@@ -592,8 +611,10 @@ class SubspaceLaplace:
         """
         fitted = self._usable()
         linearization = fitted.linearization
-        drawn = fitted.posterior.sample(self._noise(count, generator))
-        return self._layout.flat(linearization.model) + drawn.to(linearization.device, linearization.dtype)
+        drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
+        if linearization.units is not None:
+            drawn = drawn * linearization.flat_units(drawn)
+        return self._layout.flat(linearization.model) + drawn
 
     def functional_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Return draws of the linearised network's outputs, (count, n, C).
@@ -642,6 +663,7 @@ class SubspaceLaplace:
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
             "chosen_by": fitted.chosen_by,
+            "units": fitted.units,
         }
         if fitted.certificate is not None:
             products, description["certificate"] = fitted.certificate.stored()
@@ -687,14 +709,22 @@ class SubspaceLaplace:
                 labels_key=labels_key,
                 resources=Resources(memory_budget, direction_tolerance=found["direction_tolerance"]),
             )
-            linearization = la._new_linearization()
+            linearization = la._new_linearization(found["units"])
             posterior = posterior_from(tensors, found["posterior"], layout, linearization.dtype)
             certificate = None
             if found["certificate"] is not None:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._state = Fitted(la._options, linearization, posterior, survey, certificate, chosen_by=found["chosen_by"])
+        la._state = Fitted(
+            la._options,
+            linearization,
+            posterior,
+            survey,
+            certificate,
+            units=found["units"],
+            chosen_by=found["chosen_by"],
+        )
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 
@@ -706,12 +736,13 @@ class SubspaceLaplace:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._state is not None:
-            self._state = replace(self._state, linearization=self._new_linearization())
+            self._state = replace(self._state, linearization=self._new_linearization(self._state.units))
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _new_linearization(self) -> Linearization:
-        return new_linearization(self._options, self.model, self._forward, self._options.resources.memory_budget)
+    def _new_linearization(self, units: dict[str, float] | None) -> Linearization:
+        budget = self._options.resources.memory_budget
+        return new_linearization(self._options, self.model, self._forward, budget, units)
 
     def _with(self, fitted: Fitted) -> "SubspaceLaplace":
         other = object.__new__(type(self))

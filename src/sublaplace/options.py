@@ -103,6 +103,7 @@ class Options:
     dim: int | Captured
     complement: Complement | str | None  # "auto" until `resolved`
     prior_precision: float | str  # or "auto", "evidence"
+    prior_structure: str  # "scalar" or "layer"
     subspace_inputs: SubspaceInputs
     seed: int
     resources: Resources
@@ -187,6 +188,7 @@ class Options:
             "projector": None if self.projector is None else self.projector.name,
             "dim": plain_numbers(self.dim),
             "prior_precision": self.prior_precision,
+            "prior_structure": self.prior_structure,
             "subspace_inputs": "given" if given else plain_numbers(self.subspace_inputs),
             "complement": plain_numbers(self.complement),
             "seed": self.seed,
@@ -219,6 +221,7 @@ def checked_options(
     projector: Any,
     complement: Any,
     prior_precision: Any,
+    prior_structure: Any,
     subspace_inputs: Any,
     labels_key: str,
     seed: Any,
@@ -233,6 +236,7 @@ def checked_options(
         dim=checked_dim(dim),
         complement=chosen_complement,
         prior_precision=checked_prior(prior_precision),
+        prior_structure=checked_structure(prior_structure),
         subspace_inputs=checked_subspace_inputs(subspace_inputs, labels_key),
         seed=checked_seed(seed),
         resources=checked_resources(resources),
@@ -251,6 +255,11 @@ def _refuse_without_effect(options: Options, dim: Any, subspace_inputs: Any) -> 
         )
     if projector is FULL and options.outside is not None:
         raise ValueError("projector='full' leaves nothing outside: it goes without a complement.")
+    if options.prior_structure == "layer" and options.given_prior is not None:
+        raise ValueError(
+            "prior_structure='layer' has no effect with a given prior_precision: the evidence chooses one λ per layer. "
+            "Leave prior_precision out."
+        )
     has_dim = projector is not None and not projector.own_dim
     if dim is not None and not has_dim:
         which = "projector=None has no subspace" if projector is None else f"projector='{projector.label}' has its own"
@@ -312,6 +321,13 @@ def checked_prior(prior_precision: Any) -> float | str:
             )
         return prior_precision
     return checked_positive(prior_precision, "prior_precision")
+
+
+def checked_structure(structure: Any) -> str:
+    """Return whether there is one λ, or one per layer."""
+    if structure not in ("scalar", "layer"):
+        raise ValueError(f"Unknown prior_structure {structure!r}; choose 'scalar' or 'layer'.")
+    return str(structure)
 
 
 def checked_likelihood(likelihood: Any) -> Likelihood:

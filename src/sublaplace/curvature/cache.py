@@ -1,6 +1,6 @@
 """The curvatures of one fit, each computed only once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.exact import exact_bytes, exact_ggn
@@ -8,6 +8,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.runtime.memory import fits, require
 
 Exact = DensePrecision | DualPrecision
@@ -57,6 +58,12 @@ class Curvatures:
         """Return whether `exact` fits into memory or is already computed."""
         rows, p = self._sizes
         return prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
+
+    def in_units(self, linearization: Linearization, units: dict[str, float]) -> "Curvatures":
+        """Return the curvatures with respect to parameters in other units; what was computed is converted."""
+        stream = replace(self.stream, linearization=linearization)
+        blocks = {kind: precision.in_units(units) for kind, precision in self._blocks.items()}
+        return Curvatures(stream, self.num_data, self.num_outputs, blocks)
 
     def has(self, kind: str) -> bool:
         """Return whether a form, "kfac" or "diagonal", has been computed."""

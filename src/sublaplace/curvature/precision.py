@@ -174,6 +174,10 @@ class BlockPrecision(Precision):
         """Return Λ with another weight on the measured curvature and the same scale of the likelihood."""
         return replace(self.scaled(weight / self.weight), scale=self.scale, weight=weight)
 
+    def in_units(self, units: dict[str, float]) -> "BlockPrecision":
+        """Return the curvature with respect to parameters in other units, θ = unit · φ."""
+        return replace(self, parts={name: part.scaled(units[name] ** 2) for name, part in self.parts.items()})
+
     def joined(self, more: "BlockPrecision") -> "BlockPrecision":
         """Return the curvature of both data sets together, in units of a scale of 1 and with this one's weight."""
         one, other = (block.scaled(1 / (block.scale * block.weight)) for block in (self, more))

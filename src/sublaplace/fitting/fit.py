@@ -20,7 +20,7 @@ from sublaplace.fitting.fitted import Fitted, Stage
 from sublaplace.fitting.leave_one_out import OUTSIDE_FACTOR, LinearisedData, prior_by_leave_one_out
 from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
-from sublaplace.fitting.tuning import prior_by_evidence
+from sublaplace.fitting.tuning import layer_units, prior_by_evidence
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
@@ -63,12 +63,14 @@ def fit(
     return fitted
 
 
-def new_linearization(options: Options, model: nn.Module, forward: Forward, budget: int | None) -> Linearization:
+def new_linearization(
+    options: Options, model: nn.Module, forward: Forward, budget: int | None, units: dict[str, float] | None = None
+) -> Linearization:
     """Return the engine for a model, in float32 where the model has half precision."""
     working = in_working_precision(model)
     device = next(working.parameters()).device
     policy = ChunkPolicy(budget or default_budget(device), options.num_vectors)
-    return Linearization(working, forward, policy, options.resources.scratch_folder)
+    return Linearization(working, forward, policy, options.resources.scratch_folder, units)
 
 
 def _checkpoint(
@@ -111,7 +113,7 @@ class _Run:
 
     def fitted(self) -> Fitted:
         """Run all stages."""
-        options, linearization = self.options, self.linearization
+        options = self.options
         with self._stage("survey"):
             look = self._look()
         chosen, held_back = look.inputs, None
@@ -119,6 +121,9 @@ class _Run:
             chosen, held_back = split(chosen)
         context = self._context(look, chosen)
         how = "given"
+        if options.prior_structure == "layer":
+            with self._stage("layers' units"):
+                context = self._in_layer_units(context, look, chosen)
         if options.given_prior is None:
             how = "the evidence of KFAC"
             with self._stage("prior precision"):
@@ -135,7 +140,10 @@ class _Run:
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
             share = float(certificate.captured(self._jacobians(judged))[-1])
         ratios = self._kfac_trace_ratios(context)
-        return Fitted(options, linearization, posterior, look.survey, certificate, self.stages, ratios, share, how)
+        units = self.linearization.units
+        return Fitted(
+            options, self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how
+        )
 
     # The data ---------------------------------------------------------------------------------------------------------
 
@@ -217,6 +225,13 @@ class _Run:
             prior_precision=options.given_prior or 1.0,
             seed=options.seed,
         )
+
+    def _in_layer_units(self, context: ProjectorContext, look: _Look, chosen: Any) -> ProjectorContext:
+        """Return the context with parameters in units in which every layer's λ is the same."""
+        units = layer_units(context.curvatures, look.survey)
+        self.linearization = self.linearization.with_units(units)
+        curvatures = context.curvatures.in_units(self.linearization, units)
+        return replace(context, curvatures=curvatures, subspace_jacobians=self._jacobians(chosen))
 
     def _dim(self) -> int:
         """Return the dimension that P is built with."""

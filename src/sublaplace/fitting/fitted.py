@@ -30,6 +30,7 @@ class Fitted:
     stages: dict[str, Stage] = field(default_factory=dict)
     kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
     captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
+    units: dict[str, float] | None = None  # of the parameters, with one λ per layer
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
 
     def with_prior(self, prior_precision: float) -> "Fitted":

@@ -57,7 +57,7 @@ class LinearisedData:
     ) -> "LinearisedData":
         """Take the rows of some of the data, which stand for all `num_data`. Cost: one prediction of them."""
         layout = linearization.layout
-        theta = layout.flat(linearization.model).double()
+        theta = linearization.flat_parameters().double()
         inside = torch.cat(
             [projection.part(name).double() @ theta[part, None] for name, part in layout.slices.items()], dim=1
         ).sum(1)  # Pᵀθ̂

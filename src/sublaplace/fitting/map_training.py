@@ -156,7 +156,7 @@ def _tune(result: Training, network: nn.Module, inputs: Tensor, targets: Tensor,
     with linearization.borrowed():
         survey, _ = survey_of(loader, linearization, result.likelihood, estimate=False)
         kfac = kronecker_ggn(curvature_stream(loader, linearization, survey, tolerance), result.prior_precision)
-    evidence = evidence_of(kfac, survey, linearization.layout.squared_norm(network))
+    evidence = evidence_of(kfac, survey, linearization.squared_norm())
     if given.prior_precision is None:
         result.prior_precision = evidence.best_prior(survey.noise_std)
     if result.likelihood.has_noise and given.noise_std is None:

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from sublaplace.fitting.fitted import Fitted
+from sublaplace.fitting.tuning import layer_of
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.runtime.memory import readable
 
@@ -16,6 +17,11 @@ def summary_text(title: str, fitted: Fitted) -> str:
         _line("parameters p", f"{layout.num_parameters:,} in {len(layout.names)} tensors ({linearization.dtype})"),
         _line("prior precision λ", f"{posterior.prior_precision:.6g} (by {fitted.chosen_by})"),
     ]
+    if fitted.units is not None:
+        by_layer = {layer_of(name): posterior.prior_precision / unit**2 for name, unit in fitted.units.items()}
+        least, most = (f(by_layer, key=by_layer.__getitem__) for f in (min, max))
+        ends = f"{by_layer[least]:.3g} ({least}) to {by_layer[most]:.3g} ({most})"
+        lines.append(_line("λ per layer", ends))
     likelihood = survey.likelihood
     if likelihood.has_noise:
         stds = ", ".join(f"{variance**0.5:.6g}" for variance in likelihood.noise_variances)

@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import exp, log
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sublaplace.curvature.cache import Curvatures
+from sublaplace.curvature.precision import EigenvalueOccam
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.survey import Survey
 from sublaplace.fitting.validation import chosen_on
@@ -22,14 +27,45 @@ def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Ev
 def prior_by_evidence(curvatures: Curvatures, survey: Survey) -> float:
     """Return the λ of the largest evidence of the KFAC approximation, before P is built, as in the paper."""
     linearization = curvatures.stream.linearization
-    squared_norm = linearization.layout.squared_norm(linearization.model)
-    return evidence_of(curvatures.kfac(1.0), survey, squared_norm).best_prior(survey.noise_std)
+    return evidence_of(curvatures.kfac(1.0), survey, linearization.squared_norm()).best_prior(survey.noise_std)
+
+
+def layer_units(curvatures: Curvatures, survey: Survey) -> dict[str, float]:
+    """Return units of the parameters in which each layer's λ of the largest evidence of KFAC is the same.
+
+    The evidence of KFAC is a sum over layers, so that each layer's λ is found on its own. Parameters of one module make
+    up a layer.
+    """
+    linearization, kfac = curvatures.stream.linearization, curvatures.kfac(1.0)
+    theta = linearization.layout.unflatten(linearization.flat_parameters()[None])
+    layers: dict[str, list[str]] = {}
+    for name in linearization.layout.names:
+        layers.setdefault(layer_of(name), []).append(name)
+    priors = {}
+    for layer, names in layers.items():
+        eigenvalues = torch.cat([kfac.parts[name].eigenvalues().double() for name in names])
+        squared_norm = sum(float(theta[name].double().square().sum()) for name in names)
+        occam = EigenvalueOccam(eigenvalues, kfac.scale)
+        evidence = Evidence(_no_log_likelihood, occam, squared_norm, (kfac.scale,))
+        priors[layer] = evidence.best_prior(1.0, low=1e-6, high=1e8)
+    middle = exp(sum(log(prior) for prior in priors.values()) / len(priors))
+    return {name: (middle / priors[layer_of(name)]) ** 0.5 for name in linearization.layout.names}
+
+
+def _no_log_likelihood(noise_std: Tensor) -> Tensor:
+    """Return 0: the log likelihood is the same for every λ."""
+    return torch.zeros((), dtype=torch.float64)
+
+
+def layer_of(name: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return name.rpartition(".")[0]
 
 
 def tuned_by_evidence(fitted: Fitted, noise: bool = False) -> Fitted:
     """Return the posterior with the λ of the largest evidence, with `noise` over λ and σ together; P is kept."""
     survey, linearization = fitted.survey, fitted.linearization
-    evidence = evidence_of(fitted.posterior, survey, linearization.layout.squared_norm(linearization.model))
+    evidence = evidence_of(fitted.posterior, survey, linearization.squared_norm())
     if not noise or not survey.likelihood.has_noise:
         return replace(fitted.with_prior(evidence.best_prior(survey.noise_std)), chosen_by="its evidence")
     fitted.require_noise_like(len(survey.likelihood.curvature_scales))

@@ -40,6 +40,9 @@ class Block(Protocol):
     def squared_sum(self) -> Tensor:
         """Return the sum of the squared rows over n and K: (size,)."""
 
+    def scaled(self, factor: float) -> "Block":
+        """Return the rows times a factor."""
+
     def columns(self, indices: Tensor) -> Tensor:
         """Return the columns at `indices` (m,): (n, K, m)."""
 
@@ -65,6 +68,9 @@ class RowBlock:
 
     def squared_sum(self) -> Tensor:
         return self.values.square().sum((0, 1))
+
+    def scaled(self, factor: float) -> "RowBlock":
+        return RowBlock(self.values * factor)
 
     def columns(self, indices: Tensor) -> Tensor:
         return self.values[:, :, indices]
@@ -134,6 +140,11 @@ class OuterBlock:
     def positions(self) -> int:
         """The number of positions T, over all uses."""
         return sum(use.positions for use in self.uses)
+
+    def scaled(self, factor: float) -> "OuterBlock":
+        # The inputs are scaled: gradients are larger, and a weight shares them with its bias.
+        uses = tuple(replace(use, inputs=use.inputs * factor, is_bias=False) for use in self.uses)
+        return replace(self, uses=uses)
 
     @property
     def is_single(self) -> bool:
@@ -420,6 +431,9 @@ class EmbeddingBlock:
             result[used] += rows.square().sum(0)
         return result.flatten()
 
+    def scaled(self, factor: float) -> "EmbeddingBlock":
+        return EmbeddingBlock(self.indices, self.gradients * factor, self.table_rows)
+
     def columns(self, indices: Tensor) -> Tensor:
         width = self.gradients.shape[3]
         hit = (self.indices[:, :, None] == indices // width).to(self.gradients.dtype)  # (n, T, m)
@@ -486,6 +500,9 @@ class SumBlock:
 
     def squared_sum(self) -> Tensor:
         return self.rows().square().sum((0, 1))
+
+    def scaled(self, factor: float) -> "SumBlock":
+        return SumBlock(tuple(part.scaled(factor) for part in self.parts))
 
     def columns(self, indices: Tensor) -> Tensor:
         return torch.stack([part.columns(indices) for part in self.parts]).sum(0)

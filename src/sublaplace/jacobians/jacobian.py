@@ -76,6 +76,10 @@ class Jacobian:
         }
         return replace(self, blocks=blocks)
 
+    def scaled(self, factors: dict[str, float]) -> "Jacobian":
+        """Return this Jacobian with respect to parameters in other units: each block times its factor."""
+        return replace(self, blocks={name: block.scaled(factors[name]) for name, block in self.blocks.items()})
+
     def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
         """Return `count` columns of J: (n, K, count).
 

@@ -1,5 +1,6 @@
 """A trained network and its Jacobian: the engine that all other modules use."""
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -37,6 +38,8 @@ class Linearization:
         forward: how the model is called.
         chunks: how many inputs are processed at once.
         scratch_folder: where vectors in parameter space are stored; None: in memory.
+        units: the length of a unit of each parameter, θ = unit · φ. Jacobians are those with respect to φ, whose prior
+            N(0, λ⁻¹I) is N(0, unit²/λ) for θ. None: 1.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class Linearization:
         forward: Forward = call_model,
         chunks: ChunkPolicy | None = None,
         scratch_folder: str | os.PathLike[str] | None = None,
+        units: dict[str, float] | None = None,
     ) -> None:
         self.network = Network(model, forward)
         self.policy = chunks or ChunkPolicy()
         self.scratch_folder = scratch_folder
+        self.units = units
         self.passes = 0  # number of backward passes so far, counted per input
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
@@ -115,7 +120,7 @@ class Linearization:
                 the cotangents saves a forward pass.
         """
         run = self._forward_pass(inputs, cotangents)
-        return run.jacobian(range(run.num_rows))
+        return self._in_units(run.jacobian(range(run.num_rows)))
 
     def row_by_row(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
         """Yield K Jacobians with one row per input, which together hold the rows of `jacobian`.
@@ -124,7 +129,30 @@ class Linearization:
         """
         run = self._forward_pass(inputs, cotangents)
         for k in range(max(1, run.num_rows)):
-            yield run.jacobian(range(k, min(k + 1, run.num_rows)))
+            yield self._in_units(run.jacobian(range(k, min(k + 1, run.num_rows))))
+
+    def _in_units(self, jacobian: Jacobian) -> Jacobian:
+        return jacobian if self.units is None else jacobian.scaled(self.units)
+
+    def with_units(self, units: dict[str, float]) -> "Linearization":
+        """Return the same network with parameters in other units; what was learned about it is shared."""
+        other = copy.copy(self)
+        other.units = units
+        return other
+
+    def flat_parameters(self) -> Tensor:
+        """Return θ̂ in these units, as one vector: (p,)."""
+        flat = self.layout.flat(self.model)
+        return flat if self.units is None else flat / self.flat_units(flat)
+
+    def flat_units(self, like: Tensor) -> Tensor:
+        """Return the unit of every single parameter, in the type and on the device of `like`: (p,)."""
+        units = self.units or {}
+        return torch.cat([like.new_full((size,), units.get(name, 1.0)) for name, size in self.layout.sizes.items()])
+
+    def squared_norm(self) -> float:
+        """Return ‖θ̂‖² in these units."""
+        return float(self.flat_parameters().double().square().sum())
 
     def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
         """Yield the Jacobians of parts of a large batch, within the memory budget; arguments as in `jacobian`."""

@@ -77,10 +77,6 @@ class ParameterLayout:
         """Return θ̂ as one vector (p,)."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters(model).values()])
 
-    def squared_norm(self, model: nn.Module) -> float:
-        """Return ‖θ̂‖²."""
-        return float(self.flat(model).double().square().sum())
-
     @staticmethod
     def fingerprint(model: nn.Module) -> tuple[object, ...]:
         """Return numbers that change if the values or the order of parameters or buffers change.

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sublaplace import (
     Categorical,
+    CurvatureStream,
     Drawn,
     Jacobian,
     Jacobians,
@@ -23,28 +24,29 @@ from sublaplace import (
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
-from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.model.likelihoods.links import probit
 
 BATCH_SIZE = 500  # of the loader; the library cuts batches into chunks of its own
 
 
 def curvature_stream(network: nn.Module, inputs: Tensor, targets: Tensor) -> CurvatureStream:
+    """Return the data as rows of the GGN's root, for passes over them."""
     loader = DataLoader(TensorDataset(inputs, targets), BATCH_SIZE)
     return CurvatureStream(Linearization(network), loader, Categorical())
 
 
 def kfac_fit(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """Kronecker factors of all weights and their eigendecompositions; probing the network included."""
+    """Fit the Kronecker factors of all weights and their eigendecompositions; probing the network included."""
     return lambda: kronecker_ggn(curvature_stream(network, inputs, targets), PRIOR_PRECISION)
 
 
 def diagonal_fit(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Fit the diagonal of the GGN; probing the network included."""
     return lambda: diagonal_ggn(curvature_stream(network, inputs, targets), PRIOR_PRECISION)
 
 
 def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """Linearised probit prediction of the KFAC posterior over all weights, which is fitted untimed."""
+    """Predict with the linearised KFAC posterior over all weights and the probit link; fitted untimed."""
     stream = curvature_stream(network, inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS])
     posterior = kronecker_ggn(stream, PRIOR_PRECISION)
 
@@ -58,7 +60,7 @@ def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Call
 
 
 def subspace_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """Probit prediction in the subspace, as a user calls it; fitted untimed."""
+    """Predict in the subspace with the probit link, as a user does; fitted untimed."""
     posterior = SubspaceLaplace.paper(
         network,
         "classification",
@@ -71,7 +73,7 @@ def subspace_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> 
 
 
 def projector_and_posterior(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """P from NUM_SUBSPACE_INPUTS inputs and PᵀΛP over all inputs, KFAC given."""
+    """Build P from NUM_SUBSPACE_INPUTS inputs and PᵀΛP from all inputs, with KFAC given."""
     stream = curvature_stream(network, inputs, targets)
     fitted = curvature_stream(network, inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS])
     precision = kronecker_ggn(fitted, PRIOR_PRECISION)
@@ -84,7 +86,7 @@ def projector_and_posterior(network: nn.Module, inputs: Tensor, targets: Tensor)
 
 
 def projector_and_posterior_with_kfac(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """The same with the time of KFAC: what `fit` does."""
+    """Build KFAC, P and PᵀΛP, as `fit` does."""
 
     def run() -> Tensor:
         stream = curvature_stream(network, inputs, targets)
@@ -96,7 +98,7 @@ def projector_and_posterior_with_kfac(network: nn.Module, inputs: Tensor, target
 
 
 def isotropic_projector_and_posterior(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """The same with Ψ = λ⁻¹ I in place of KFAC."""
+    """Build P and PᵀΛP with Ψ = λ⁻¹ I instead of KFAC."""
     stream = curvature_stream(network, inputs, targets)
 
     def run() -> Tensor:

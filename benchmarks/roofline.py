@@ -1,8 +1,8 @@
-"""How far the reduced posterior is from what cannot be avoided, and how it grows with the data.
+"""Compare the time of the reduced posterior with its unavoidable part, and show how it grows with the data.
 
-Unavoidable are the forward and backward passes (timed alone, on the same chunks) and the multiplications of the rows
-and
-of J P (counted, over this machine's best rate, measured in the same run). Prints one line of JSON.
+Two things are unavoidable. The forward and backward passes are timed alone, on the same chunks. The multiplications of
+the rows and of J P are counted, and divided by this machine's best rate, which is measured in the same run. Prints one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from measure import memory, release_memory
 from networks import NETWORKS, build, fashion_mnist
 from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, PRIOR_PRECISION, SUBSPACE_DIMENSION
 
-from sublaplace import Jacobians, OuterBlock, low_rank
+from sublaplace import CurvatureStream, Jacobians, OuterBlock, low_rank
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
-from sublaplace.curvature.stream import CurvatureStream
 
 
 def duration(run: Callable[[], Any], repetitions: int) -> float:
-    """The median of several runs after a warm-up."""
+    """Return the median of several runs after a warm-up."""
     run()
     times = []
     for _ in range(repetitions):
@@ -39,19 +38,19 @@ def duration(run: Callable[[], Any], repetitions: int) -> float:
 
 
 def best_rate(size: int = 2048) -> float:
-    """float32 multiplications a second of a large matrix product."""
+    """Return the float32 multiplications per second of a large matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     return size**3 / min(duration(lambda: a @ b, 3) for _ in range(3))
 
 
 def passes_alone(stream: CurvatureStream) -> None:
-    """Forward and backward passes of the stream, and nothing built from them."""
+    """Run the forward and backward passes of the stream, and build nothing from them."""
     for _ in stream.jacobians("passes"):
         pass
 
 
 def multiplications(stream: CurvatureStream, dim: int) -> int:
-    """Of the rows and of J P, over all data."""
+    """Return the multiplications for the rows and for J P, over all data."""
     total = 0
     for jacobian in stream.jacobians("counting"):
         rows = jacobian.num_inputs * jacobian.num_rows

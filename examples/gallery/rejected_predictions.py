@@ -4,8 +4,8 @@ A network that may say "I do not know" should be right more often about the rest
 the probability of the predicted class; the curve is the accuracy on the images that are kept. Few training images
 and no weight decay make the plain network overconfident.
 
-The posteriors, with λ tuned on validation data, improve the calibration: ECE from 0.048 to 0.017 and 0.013, NLL from
-0.373 to 0.263 and 0.245. They sort predictions no better than the plain network does.
+The posteriors, with λ tuned on validation data, have a lower NLL and a lower ECE than the plain network. They sort
+predictions no better than it does.
 """
 
 import torch

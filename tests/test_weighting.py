@@ -9,10 +9,9 @@ from dense_reference import dense_jacobian, dense_outputs
 from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
-from sublaplace import Bernoulli, Complement, Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics
-from sublaplace.curvature.cache import Curvatures
+from sublaplace import Bernoulli, Complement, Gaussian, Jacobians, SubspaceLaplace, low_rank, metrics
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.data.batches import num_inputs, select
+from sublaplace.data.batches import Batch, num_inputs, select
 from sublaplace.model.likelihoods.links import probit
 from sublaplace.posteriors import weighting
 
@@ -56,7 +55,7 @@ def test_without_a_subspace_the_whole_posterior_is_weighted():
 
 
 def divergences(problem, la, inputs, rest=None):
-    """Summed KL of some inputs for every weight, with dense matrices; `rest`: of the data without the only input."""
+    """Summed KL of some inputs as a function of the weight, dense; `rest`: of the data without the only input."""
     J, outputs = dense_jacobian(problem.model, inputs), dense_outputs(problem.model, inputs)
     likelihood = la._options.likelihood
     C = len(J) // num_inputs(inputs)
@@ -69,13 +68,19 @@ def divergences(problem, la, inputs, rest=None):
 
     precise = problem if rest is None else rest
     exact = J @ torch.linalg.solve(precise.precision, J.T)
-    found = {}
-    for weight in weighting.WEIGHTS:
+
+    def summed(weight):
         outside = weighted_outside(problem, "kfac", weight)
         covariance = J @ (dense_complemented(precise, la.projection_matrix(), outside) if la.dim else outside) @ J.T
         blocks = [slice(i, i + C) for i in range(0, len(J), C)]
-        found[weight] = sum(divergence(exact[b, b], covariance[b, b], f) for b, f in zip(blocks, outputs, strict=True))
-    return found
+        return sum(divergence(exact[b, b], covariance[b, b], f) for b, f in zip(blocks, outputs, strict=True))
+
+    return summed
+
+
+def assert_best(weight, divergence):
+    """The weight is as good as any power of two; KFAC's eigenvalues are in bins where it is looked for."""
+    assert divergence(weight) <= 1.02 * min(divergence(2.0**k) for k in range(-12, 11)) + 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,8 +96,13 @@ def test_the_fitted_weight_is_the_best_on_new_inputs_that_were_held_back(name, k
     given = {"subspace_inputs": problem.new, "projector": spy, "complement": "kfac"}
     la = problem.fit(**given)
     assert num_inputs(seen[0]) == 3
-    found = divergences(problem, la, select(problem.new, slice(3, 4)))
-    assert found[la.complement_weight] == pytest.approx(min(found.values()), rel=1e-6)
+    assert la.complement_weight == 1.0  # fewer than 32 training inputs tell nothing of it
+    held_back = select(problem.new, slice(3, 4))
+    J = dense_jacobian(problem.model, held_back)
+    exact = (J @ torch.linalg.solve(problem.precision, J.T))[None]
+    jacobians = Jacobians(la._state.linearization, held_back)
+    weight = weighting.nearest(la._state.posterior, exact, jacobians, la._options.likelihood, torch.zeros(1, 1))
+    assert_best(weight, divergences(problem, la, held_back))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,12 +116,10 @@ def test_a_training_input_is_judged_as_if_it_had_not_been_seen(name, dim, kind):
     J = dense_jacobian(problem.model, first)
     exact = (J @ torch.linalg.solve(problem.precision, J.T))[None]
     jacobians, likelihood = Jacobians(la._state.linearization, first), la._state.survey.likelihood
-    fitted = weighting.nearest(
+    weight = weighting.nearest(
         la._state.posterior, exact, jacobians, likelihood, torch.ones(num_inputs(jacobians.inputs), 1)
     )
-    found = divergences(problem, la, first, rest)
-    weight = fitted.outside.weight if dim else fitted.weight
-    assert found[weight] == pytest.approx(min(found.values()), rel=1e-6)
+    assert_best(weight, divergences(problem, la, first, rest))
 
 
 def test_where_the_exact_curvature_does_not_fit_the_weight_is_the_same(monkeypatch):
@@ -130,13 +138,13 @@ def test_a_complement_of_the_wrong_size_is_corrected():
     model = torch.nn.Linear(4, 1, bias=False).double()
     batches = [(inputs, model(inputs).detach() + torch.randn(40, 1).double())]
     right = SubspaceLaplace(model, Gaussian(0.5), projector=None, complement="kfac", prior_precision=1.0).fit(batches)
-    assert right.complement_weight == 1.0
+    assert right.complement_weight == pytest.approx(1.0, rel=0.02)
     linearization = right._state.linearization
     stream = CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40)
-    context = ProjectorContext(Curvatures(stream, 40, 1), None, 1, 1.0, 0)
-    quarter = replace(right._state.posterior.scaled(0.25), weight=1.0)
-    corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]), torch.ones(8, 1))
-    assert corrected.weight == 4.0
+    quarter = replace(right._state.posterior.reweighted(0.25), weight=1.0)
+    new = Jacobians(linearization, torch.randn(8, 4, dtype=torch.float64))
+    corrected = weighting.fitted_weight(quarter, stream, 40, new, Batch(*batches[0], None))
+    assert corrected == pytest.approx(4.0 * right.complement_weight, rel=0.05)
 
 
 def test_the_weight_is_kept_in_a_file(tmp_path: Path):

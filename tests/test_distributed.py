@@ -203,13 +203,9 @@ def fit_of_own_shares(settings):
 
 
 OWN_SHARES = [(name, 2) for name in SETTINGS if name != "subset-swag"] + [("lowrank-kfac", 3)]
-SWAG_FAULT = "with sharded=True, subset-swag trains on the first rank's share alone"
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [*OWN_SHARES, pytest.param("subset-swag", 2, marks=pytest.mark.xfail(reason=SWAG_FAULT, strict=True))],
-)
+@pytest.mark.parametrize(("name", "size"), OWN_SHARES)
 def test_loaders_that_hold_a_share_each_give_the_posterior_of_a_single_process(name, size, tmp_path):
     settings = {"projector": name} | SETTINGS[name]
     expected = fit_of_own_shares(settings)
@@ -218,6 +214,11 @@ def test_loaders_that_hold_a_share_each_give_the_posterior_of_a_single_process(n
         assert not isinstance(found, str), found
         for key, value in expected.items():
             assert torch.allclose(found[key], value, rtol=tolerance, atol=tolerance / 100), key
+
+
+def test_a_projector_that_trains_on_all_data_refuses_shares(tmp_path):
+    for outcome in on_ranks(2, tmp_path, fit_of_own_shares, {"projector": "subset-swag", "dim": 5}):
+        assert "reads all data on every rank" in str(outcome)
 
 
 def test_a_share_in_a_single_process_is_refused():
@@ -311,12 +312,7 @@ def bounds_after_the_group(sharded):
     la.bounds(inputs)
 
 
-ENDED_FAULT = "after sharded=True, reading data of an ended group gives torch's error, not ours"
-
-
-@pytest.mark.parametrize(
-    "sharded", [False, pytest.param(True, marks=pytest.mark.xfail(reason=ENDED_FAULT, strict=True))]
-)
+@pytest.mark.parametrize("sharded", [False, True])
 def test_the_data_of_a_group_that_has_ended_are_not_read_in_part(sharded, tmp_path):
     for outcome in on_ranks(2, tmp_path, bounds_after_the_group, sharded):
         assert "process group that has ended" in str(outcome)

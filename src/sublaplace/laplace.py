@@ -119,6 +119,7 @@ class SubspaceLaplace:
         self._forward: Forward = call_model if forward is None else forward
         self._labels_key = labels_key
         self._layout = ParameterLayout.of(model)
+        self._resolved = self._options.resolved()  # with what "auto" stands for
         self._state: Fitted | None = None
         self._fingerprint: tuple[object, ...] = ()
         self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
@@ -188,13 +189,14 @@ class SubspaceLaplace:
             MemoryError: before an allocation that cannot fit.
         """
         loader = shared_out(self._checked_loader(train_loader), sharded)
-        options = self._options.resolved()
+        options = self._resolved
         if val_loader is not None:
             self._require_other_data(train_loader, val_loader)
         fitted = fit(options, loader, self.model, self._forward, certify, checkpoint, progress)
         if val_loader is not None:
             fitted = tuned_on(fitted, self._checked_loader(val_loader, "fit(…, val_loader)"), progress=progress)
-        self._state, self._layout, self._data = fitted, fitted.linearization.layout, loader
+        self._state = fitted
+        self._layout, self._data = fitted.linearization.layout, loader
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
@@ -530,7 +532,9 @@ class SubspaceLaplace:
         fitted = self._usable()
         loader = shared_out(self._checked_loader(loader, "updated"))
         tolerance = self._options.resources.tolerance(fitted.linearization.dtype)
-        other = self._with(update.updated(fitted, tolerance, loader, progress))
+        outside = self._resolved.outside
+        kind = "kfac" if outside is None else outside.kind
+        other = self._with(update.updated(fitted, kind, tolerance, loader, progress))
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
@@ -538,7 +542,8 @@ class SubspaceLaplace:
         """Return the same posterior with its best λ, with P kept.
 
         Args:
-            by: "evidence", or a loader of validation data, whose NLL is minimised.
+            by: "evidence", or a loader of validation data. Their NLL is minimised, with a mild pull of λ (and σ)
+                towards the values before, so that few inputs do no harm; see `fitting/validation.py`.
             noise: tune σ as well; None: on validation data yes, by the evidence no.
             progress: show a bar.
         """
@@ -649,8 +654,7 @@ class SubspaceLaplace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
-        fitted = self._usable()
-        options = fitted.options
+        fitted, options = self._usable(), self._resolved
         tensors, numbers = fitted.posterior.stored()
         description = {
             "posterior": numbers,
@@ -716,15 +720,8 @@ class SubspaceLaplace:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._state = Fitted(
-            la._options,
-            linearization,
-            posterior,
-            survey,
-            certificate,
-            units=found["units"],
-            chosen_by=found["chosen_by"],
-        )
+        about = {"units": found["units"], "chosen_by": found["chosen_by"]}
+        la._state = Fitted(linearization, posterior, survey, certificate, **about)
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 
@@ -777,7 +774,7 @@ class SubspaceLaplace:
         raise missing_member(name)
 
     def __repr__(self) -> str:
-        options = self._options if self._state is None else self._state.options
+        options = self._resolved
         outside = "" if options.outside is None else f" + {options.outside.kind} outside"
         what = f"{options.likelihood.name or type(options.likelihood).__name__}, {options.label}{outside}"
         head = f"SubspaceLaplace({type(self.model).__name__}, {what}"

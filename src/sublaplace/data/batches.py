@@ -17,10 +17,17 @@ class Batch(NamedTuple):
 
 
 def batches(loader: Iterable[Any]) -> Iterator[Batch]:
-    """Yield every batch that is not empty, split into inputs, targets and weights."""
+    """Yield every batch that is not empty, split into inputs, targets and weights.
+
+    Raises:
+        ValueError: if a batch does not hold one target per input.
+    """
     for batch in loader:
         parts = split_batch(batch)
-        if num_inputs(parts.inputs):
+        count = num_inputs(parts.inputs)
+        if len(parts.targets) != count:
+            raise ValueError(f"{len(parts.targets)} targets were given for {count} inputs.")
+        if count:
             yield parts
 
 

@@ -141,9 +141,7 @@ class _Run:
             share = float(certificate.captured(self._jacobians(judged))[-1])
         ratios = self._kfac_trace_ratios(context)
         units = self.linearization.units
-        return Fitted(
-            options, self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how
-        )
+        return Fitted(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how)
 
     # The data ---------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from sublaplace.fitting.survey import Survey
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Noise
-from sublaplace.options import Options
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.protocol import Posterior
 
@@ -22,7 +21,6 @@ class Stage:
 class Fitted:
     """What a fit gives."""
 
-    options: Options  # with what "auto" stood for
     linearization: Linearization
     posterior: Posterior
     survey: Survey

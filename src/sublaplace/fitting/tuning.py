@@ -65,8 +65,10 @@ def layer_of(name: str) -> str:
 def tuned_by_evidence(fitted: Fitted, noise: bool = False) -> Fitted:
     """Return the posterior with the λ of the largest evidence, with `noise` over λ and σ together; P is kept."""
     survey, linearization = fitted.survey, fitted.linearization
+    if noise and not survey.likelihood.has_noise:
+        raise ValueError(f"A likelihood of kind '{survey.likelihood.name}' has no noise σ to tune.")
     evidence = evidence_of(fitted.posterior, survey, linearization.squared_norm())
-    if not noise or not survey.likelihood.has_noise:
+    if not noise:
         return replace(fitted.with_prior(evidence.best_prior(survey.noise_std)), chosen_by="its evidence")
     fitted.require_noise_like(len(survey.likelihood.curvature_scales))
     prior, std = evidence.best_prior_and_noise(survey.noise_std)

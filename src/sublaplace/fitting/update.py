@@ -16,14 +16,15 @@ from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.linalg import Vectors
-from sublaplace.options import Complement
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 
 
-def updated(fitted: Fitted, direction_tolerance: float, loader: Iterable[Any], progress: bool) -> Fitted:
+def updated(
+    fitted: Fitted, outside_kind: str, direction_tolerance: float, loader: Iterable[Any], progress: bool
+) -> Fitted:
     """Return what a fit on both data sets with the same P, λ and weight gives, by one pass over `loader`.
 
     Raises:
@@ -43,7 +44,7 @@ def updated(fitted: Fitted, direction_tolerance: float, loader: Iterable[Any], p
                 "fit again on all data, or give σ, as in Gaussian((0.1, 0.2))."
             )
         stream = steps.curvature_stream(loader, linearization, added, direction_tolerance, progress)
-        outside = None if outside is None else _more_outside(outside, stream, fitted.options.outside)
+        outside = None if outside is None else _more_outside(outside, stream, outside_kind)
         if subspace is None:
             assert outside is not None
             return replace(fitted, posterior=outside.scaled(joined.likelihood.single_scale), survey=joined)
@@ -70,9 +71,9 @@ def updated(fitted: Fitted, direction_tolerance: float, loader: Iterable[Any], p
     return replace(fitted, posterior=result, certificate=certificate, survey=joined)
 
 
-def _more_outside(outside: BlockPrecision, stream: CurvatureStream, complement: Complement | None) -> BlockPrecision:
+def _more_outside(outside: BlockPrecision, stream: CurvatureStream, kind: str) -> BlockPrecision:
     """Return the approximate curvature of both data sets, in units of the likelihood's scale."""
-    made = diagonal_ggn if complement is not None and complement.kind == "diagonal" else kronecker_ggn
+    made = diagonal_ggn if kind == "diagonal" else kronecker_ggn
     return outside.joined(made(stream, outside.prior_precision))
 
 

@@ -8,7 +8,7 @@ known at every λ and σ, and its maximum is found without another pass.
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import log, log10
+from math import exp, log, log10
 from typing import Any
 
 import torch
@@ -86,13 +86,13 @@ class ValidationData:
         q = self._distances(covariance)
 
         def gain(log_c: float) -> float:
-            each = plain + 0.5 * q * (1 - torch.tensor(-2 * log_c).exp()) - C * log_c
+            each = plain + 0.5 * q * (1 - exp(-2 * log_c)) - C * log_c
             decades = log_c / log(10)
             pull = NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
             return (float((each * self.counts).sum()) - pull) / total
 
         log_c = golden_section(gain, 0.0, log(_MOST_NOISE), width=1e-6)
-        return -gain(log_c), float(torch.tensor(log_c).exp())
+        return -gain(log_c), exp(log_c)
 
     def _distances(self, covariance: Tensor) -> Tensor:
         """Return rᵀ(V/scale + σ²)⁻¹r of every input: (n,)."""
@@ -146,7 +146,7 @@ def _counted_batches(
 def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:
     """Return the λ, and with `noise` the factor of σ, of the smallest penalised NLL; None for too few inputs."""
     data = validation_data(fitted, loader, progress)
-    count = len(data.outputs)
+    count = int((data.counts > 0).sum())
     if count < FEWEST_INPUTS:
         warnings.warn(
             f"{count} validation inputs are too few to choose λ by; it stays as it was. Give at least {FEWEST_INPUTS}.",
@@ -175,5 +175,4 @@ def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool
     left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]
     log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-4)
     factor = data.loss_and_factor(log_tau, away(log_tau))[1] if noise else 1.0
-    tau = float(torch.tensor(log_tau, dtype=torch.float64).exp())
-    return Chosen(tau * data.unit / factor**2, factor, count)
+    return Chosen(exp(log_tau) * data.unit / factor**2, factor, count)

@@ -102,17 +102,20 @@ class Share:
     def __iter__(self) -> Iterator[Any]:
         return (batch for _, batch in self.placed())
 
+    def _require_group(self) -> None:
+        if Ranks.current() != self.ranks:
+            raise RuntimeError(
+                "These data are shared out over a process group that has ended. Methods that read the training data "
+                "again (bounds, captured_share, full_covariance) must be called by all ranks before the group ends."
+            )
+
     def placed(self) -> Iterator[tuple[int, Any]]:
         """Yield each batch of this rank with the number of inputs before it in the whole loader.
 
         Raises:
             RuntimeError: if the process group has ended.
         """
-        if Ranks.current() != self.ranks:
-            raise RuntimeError(
-                "These data are shared out over a process group that has ended. Methods that read the training data "
-                "again (bounds, captured, full_covariance) must be called by all ranks before the group ends."
-            )
+        self._require_group()
         position = 0
         data = as_given(self.loader)
         if isinstance(data, DataLoader) and isinstance(data.batch_sampler, Iterable):
@@ -134,6 +137,7 @@ class OwnShare(Share):
 
     def placed(self) -> Iterator[tuple[int, Any]]:
         """Yield each batch with the number of inputs before it in the shares of all ranks."""
+        self._require_group()
         counts = self.ranks.gather(sum(num_inputs(split_batch(batch).inputs) for batch in self.loader))
         position = sum(counts[: self.ranks.rank])
         for batch in self.loader:
@@ -141,6 +145,7 @@ class OwnShare(Share):
             position += num_inputs(split_batch(batch).inputs)
 
     def __iter__(self) -> Iterator[Any]:
+        self._require_group()
         return iter(self.loader)
 
 
@@ -183,10 +188,15 @@ def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
         if sharded:
             raise ValueError("sharded=True has no effect in a single process; it belongs to a process group.")
         return loader
-    if sharded:
-        return OwnShare(loader, ranks)
     data = as_given(loader)
     sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
+    if sharded:
+        if isinstance(sampler, DistributedSampler) and sampler.total_size != len(sampler.dataset):  # type: ignore
+            raise ValueError(
+                "The DistributedSampler repeats or drops inputs to give every rank equally many, so that some would "
+                "count twice or never. Pass the same loader without it on all ranks, without sharded=True."
+            )
+        return OwnShare(loader, ranks)
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
             "The loader has a DistributedSampler, which repeats inputs to give every rank equally many. Pass the same "
@@ -219,5 +229,14 @@ def placed(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def unshared(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return the whole loader, for work that every rank replicates."""
+    """Return the whole loader, for work that every rank replicates.
+
+    Raises:
+        ValueError: if no rank has the whole data.
+    """
+    if isinstance(loader, OwnShare):
+        raise ValueError(
+            "This projector reads all data on every rank, but sharded=True gives each rank a share. Pass the same "
+            "loader on all ranks, without sharded=True."
+        )
     return loader.loader if isinstance(loader, Share) else loader

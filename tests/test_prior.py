@@ -443,12 +443,12 @@ def test_tuned_noise_gives_the_posterior_of_a_fit_with_it(kind, projector):
     assert torch.equal(relative.predict(inputs).total, predicted)
 
 
-def test_tuning_the_noise_of_classification_tunes_the_prior_alone():
+def test_the_noise_of_classification_cannot_be_tuned():
     la, *_ = fitted("classification")
-    other = la.with_prior(PRIOR)
-    la.optimize_prior_precision(tune_noise=True)
-    assert la.noise_std is None
-    assert la.prior_precision == other.optimize_prior_precision().prior_precision
+    with pytest.raises(ValueError, match="'classification' has no noise σ to tune"):
+        la.optimize_prior_precision(tune_noise=True)
+    assert la.noise_std is None and la.prior_precision == PRIOR
+    assert la.optimize_prior_precision().prior_precision != PRIOR
 
 
 def validation_problem(kind, projector):

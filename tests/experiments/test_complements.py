@@ -27,8 +27,10 @@ from experiments.scores import own_prior_scores
 from experiments.seed_run import SeedRun
 from experiments.sweeps import Sweep
 from experiments.training import trained_network
+from experiments.weighting import WEIGHTS, nearest_power
 from sublaplace import Complement, DensePrecision, SubspaceLaplace, metrics
 from sublaplace.data.subspace_inputs import perturbed
+from sublaplace.posteriors.weighting import nearest
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,20 @@ def test_the_dense_curvature_stands_for_passes_over_the_data(kind: str, projecto
         for known in (None, exact)
     )
     torch.testing.assert_close(by_matrix, by_passes, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_the_weight_is_the_power_of_two_next_to_the_library_s(kind: str) -> None:
+    problem = small_problem(kind, 0)
+    projection = feasible_projection("lowrank-kfac", problem, 5)
+    posterior = complemented_posteriors(problem, COMPLEMENTED[0], projection, [5], None)[5]
+    inputs = problem.jacobians(problem.dataset.train_inputs[-10:])
+    exact = problem.context.exact()
+    covariances = torch.cat([exact.covariance(jacobian) for jacobian in inputs])
+    expected = nearest(posterior, covariances, inputs, problem.likelihood, torch.ones(10, 1))
+    found = nearest_power(posterior, covariances, inputs, problem.likelihood).outside.weight
+    assert found in WEIGHTS
+    assert abs(math.log2(found) - min(max(math.log2(expected), -6.0), 6.0)) < 0.75
 
 
 def test_the_first_seed_shows_what_passes_cost_and_the_others_do_without() -> None:

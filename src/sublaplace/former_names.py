@@ -33,8 +33,7 @@ def refuse_arguments(given: dict[str, Any]) -> None:
         raise TypeError(f"SubspaceLaplace has no argument '{name}'.")
 
 
-def missing_member(name: str) -> AttributeError:
-    """Return the error for a member that does not exist, naming the new spelling of a former one."""
+def refuse_member(name: str) -> None:
+    """Raise AttributeError for a former member, naming its new spelling."""
     if name in _MEMBERS:
-        return AttributeError(f"'{name}' of version 0.1 is now {_MEMBERS[name]}.")
-    return AttributeError(f"'SubspaceLaplace' object has no attribute '{name}'")
+        raise AttributeError(f"'{name}' of version 0.1 is now {_MEMBERS[name]}.")

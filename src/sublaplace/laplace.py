@@ -22,7 +22,7 @@ from sublaplace.fitting.report import summary_text
 from sublaplace.fitting.saving import model_fingerprint, posterior_from, require_same_model
 from sublaplace.fitting.survey import Survey
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
-from sublaplace.former_names import missing_member, refuse_arguments
+from sublaplace.former_names import refuse_arguments, refuse_member
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
@@ -192,7 +192,8 @@ class SubspaceLaplace:
         options = self._resolved
         if val_loader is not None:
             self._require_other_data(train_loader, val_loader)
-        fitted = fit(options, loader, self.model, self._forward, certify, checkpoint, progress)
+        validated = val_loader is not None
+        fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
         if val_loader is not None:
             fitted = tuned_on(fitted, self._checked_loader(val_loader, "fit(…, val_loader)"), progress=progress)
         self._state = fitted
@@ -771,7 +772,8 @@ class SubspaceLaplace:
         return subspace
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_member(name)
+        refuse_member(name)
+        return object.__getattribute__(self, name)  # raises, also for what a property raised inside
 
     def __repr__(self) -> str:
         options = self._resolved

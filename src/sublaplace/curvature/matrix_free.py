@@ -5,7 +5,6 @@ about the same for one vector as for many, and a block of r vectors searches a s
 pass. Many right-hand sides together therefore need far fewer passes than one at a time.
 """
 
-import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.model.linalg import Vectors, add_product, combine, cross_gram, gram, gram_diagonal
 from sublaplace.projection import Basis
 from sublaplace.runtime.memory import require
+from sublaplace.runtime.warning import warn
 
 _MOST_PASSES = 200
 _PATIENCE = 20  # passes without progress, after which rounding errors are assumed to dominate
@@ -112,11 +112,10 @@ class MatrixFreePrecision:
                 torch.sub(vectors[name], product.pop(name), out=part)
             before, reached = reached, float((gram_diagonal(remainder).sqrt() / lengths).max())
         if not reached <= self.tolerance:
-            warnings.warn(
+            warn(
                 f"Conjugate gradients ended at a relative residual of {reached:.1e}, above the tolerance "
                 f"{self.tolerance:.1e}, after {passes} passes over the data. Use a float64 model, a larger "
-                "memory_budget, a larger prior precision, or fewer inputs at a time.",
-                stacklevel=4,
+                "memory_budget, a larger prior precision, or fewer inputs at a time."
             )
         return Solution(x, remainder, reached, passes)
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from sublaplace.projectors.context import ProjectorContext
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import default_budget, peak_bytes
+from sublaplace.runtime.warning import warn
 
 
 def fit(
@@ -44,10 +44,11 @@ def fit(
     model: nn.Module,
     forward: Forward,
     certify: bool,
+    validated: bool,
     folder: str | os.PathLike[str] | None,
     progress: bool,
 ) -> Fitted:
-    """Fit the posterior; `folder` is that of a checkpoint."""
+    """Fit the posterior; `folder` is that of a checkpoint, `validated` says that λ will be tuned on other data."""
     certify = certify or options.chooses_dim
     checkpoint = None
     budget = options.resources.memory_budget
@@ -55,7 +56,7 @@ def fit(
         checkpoint = _checkpoint(options, folder, loader, model, certify)
         budget = checkpoint.identity["memory_budget"]  # as begun: it decides the order of sums
     linearization = new_linearization(options, model, forward, budget)
-    run = _Run(options, loader, linearization, checkpoint, certify, progress)
+    run = _Run(options, loader, linearization, checkpoint, certify, validated, progress)
     with linearization.borrowed():
         fitted = run.fitted()
     if checkpoint is not None:
@@ -108,6 +109,7 @@ class _Run:
     linearization: Linearization
     checkpoint: Checkpoint | None
     certify: bool
+    validated: bool
     progress: bool
     stages: dict[str, Stage] = field(default_factory=dict)
 
@@ -240,7 +242,7 @@ class _Run:
         if dim > p:
             if not options.chooses_dim:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
-                warnings.warn(message, stacklevel=6)
+                warn(message)
             dim = p
         matrices = projector.stores_matrix + (options.outside is not None) + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
@@ -311,7 +313,7 @@ class _Run:
         survey = look.survey
         data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_data)
         factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
-        return factor * prior_by_leave_one_out(data)
+        return factor * prior_by_leave_one_out(data, at_end=not self.validated)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
         """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""

@@ -15,7 +15,6 @@ There the residuals are what this λ leaves, and taking input i out is exact to 
 the outputs, and without it λ comes out ten times too large.
 """
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from sublaplace.data.batches import Batch
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.projection import Projection
+from sublaplace.runtime.warning import warn
 
 LOG_PRIORS = tuple(6 - k / 2 for k in range(19))
 """log₁₀ λ of the search, falling: each mode starts at the one before. A parabola refines the best one."""
@@ -44,6 +44,7 @@ class LinearisedData:
     rows: Tensor  # R: (n, C, s)
     targets: Tensor
     counts: Tensor  # how much each target counts: (n, 1) or (n, C)
+    own: Tensor  # how much of it is taken out, at most 1: an input may stand for several others
     centre: Tensor  # Qᵀθ̂: (s,)
 
     @classmethod
@@ -61,23 +62,27 @@ class LinearisedData:
         inside = torch.cat(
             [projection.part(name).double() @ theta[part, None] for name, part in layout.slices.items()], dim=1
         ).sum(1)  # Pᵀθ̂
-        rest = (theta.square().sum() - inside.square().sum()).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+        squared, eps = theta.square().sum(), torch.finfo(linearization.dtype).eps
+        rest = (squared - inside.square().sum()).clamp_min(0).sqrt()
+        outside = bool(rest.square() > 100 * eps * squared)  # otherwise θ̂ lies in the subspace, up to rounding
         vectors = layout.unflatten(theta[None].to(linearization.dtype))
         outputs, rows = [], []
         for jacobian in linearization.chunks(data.inputs):
             reduced = projection.apply(jacobian).double()
-            along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest
             outputs.append(jacobian.outputs.double())
-            rows.append(torch.cat([along, reduced], dim=2))
+            if outside:
+                along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest
+                reduced = torch.cat([along, reduced], dim=2)
+            rows.append(reduced)
             del jacobian  # or it would stand in memory beside the next one
         targets = data.targets.to(linearization.device)
         weights = None if data.weights is None else data.weights.to(linearization.device)
         counts = target_weights(likelihood, targets, weights)
         if counts is None:
             counts = torch.ones(len(targets), 1, dtype=torch.float64, device=linearization.device)
-        centre = torch.cat([rest[None], inside])
-        share = num_data / len(targets)
-        return cls(likelihood, torch.cat(outputs), torch.cat(rows), targets, counts * share, centre)
+        centre = torch.cat([rest[None], inside]) if outside else inside
+        share, own = num_data / len(targets), counts.clamp_max(1)
+        return cls(likelihood, torch.cat(outputs), torch.cat(rows), targets, counts * share, own, centre)
 
     def loss(self, mu: Tensor, prior_precision: float) -> float:
         """Return −ln p(D|μ) + λ/2 ‖μ + Qᵀθ̂‖²."""
@@ -94,10 +99,9 @@ class LinearisedData:
         root = self.likelihood.hessian_root(moved).double()
         scales = torch.tensor(self.likelihood.curvature_scales, dtype=torch.float64, device=root.device)
         H = root.transpose(1, 2) @ (scales[:, None] * root)
-        weighted = H * self.counts[:, :, None] if self.counts.shape[1] == 1 else _both_sides(H, self.counts)
-        A = self.rows.flatten(0, 1).T @ (weighted @ self.rows).flatten(0, 1)
+        A = self.rows.flatten(0, 1).T @ (_weighted(H, self.counts) @ self.rows).flatten(0, 1)
         A.diagonal().add_(prior_precision)
-        return _State(mu, moved, gradients * (self.counts > 0), H, A)
+        return _State(mu, moved, gradients, H, A)
 
     def refitted(self, prior_precision: float, start: Tensor | None = None) -> "_State":
         """Return the mode under λ, by Newton's method with halved steps."""
@@ -122,9 +126,8 @@ class LinearisedData:
         solved = torch.linalg.solve(state.precision, self.rows.reshape(n * C, s).T).T.view(n, C, s)
         covariance = self.rows @ solved.transpose(1, 2)
         identity = torch.eye(C, dtype=torch.float64, device=covariance.device)
-        # An input that stands for several others is taken out alone: its own weight is 1.
-        covariance = torch.linalg.solve(identity - covariance @ state.hessians, covariance)
-        shifted = state.outputs - (covariance @ state.gradients[..., None])[..., 0]
+        covariance = torch.linalg.solve(identity - covariance @ _weighted(state.hessians, self.own), covariance)
+        shifted = state.outputs - (covariance @ (state.gradients * self.own)[..., None])[..., 0]
         variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(0)
         spread = variance if self.likelihood.needs_variances_only else variance.diag_embed()
         weights = self.counts.amax(1)
@@ -143,14 +146,17 @@ class _State:
     precision: Tensor  # A: (s, s)
 
 
-def _both_sides(H: Tensor, counts: Tensor) -> Tensor:
-    """Return diag √c H diag √c for counts (n, C) of single targets."""
+def _weighted(H: Tensor, counts: Tensor) -> Tensor:
+    """Return diag √c H diag √c for counts (n, 1), or (n, C) of single targets."""
     roots = counts.sqrt()
     return roots[:, :, None] * H * roots[:, None, :]
 
 
-def prior_by_leave_one_out(data: LinearisedData) -> float:
-    """Return the λ of the smallest leave-one-out NLL, refined by a parabola. Cost: about 200 Newton steps."""
+def prior_by_leave_one_out(data: LinearisedData, at_end: bool = True) -> float:
+    """Return the λ of the smallest leave-one-out NLL, refined by a parabola. Cost: about 100 Newton steps.
+
+    at_end: warn if it lies at an end of the search.
+    """
     losses: list[float] = []
     start = None
     for log_prior in LOG_PRIORS:
@@ -160,11 +166,11 @@ def prior_by_leave_one_out(data: LinearisedData) -> float:
     values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
     best = int(values.argmin())
     if best in (0, len(losses) - 1):
-        warnings.warn(
-            f"The best λ by leave-one-out lies at an end of its search, {10.0 ** LOG_PRIORS[best]:.3g}; validation "
-            "data would tell more: fit(train_loader, val_loader).",
-            stacklevel=6,
-        )
+        if at_end:
+            warn(
+                f"The best λ by leave-one-out lies at an end of its search, {10.0 ** LOG_PRIORS[best]:.3g}; validation "
+                "data would tell more: fit(train_loader, val_loader)."
+            )
         return float(10.0 ** LOG_PRIORS[best])
     left, middle, right = values[best - 1 : best + 2].tolist()
     shift = 0.5 * (left - right) / max(left - 2 * middle + right, torch.finfo(torch.float64).tiny)

@@ -1,6 +1,5 @@
 """The steps of a fit as functions: each takes what the one before it gives, and can be used on its own."""
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.registry import Projector
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import require, require_disk
+from sublaplace.runtime.warning import warn
 
 
 def curvature_stream(
@@ -114,10 +114,9 @@ def smallest_dim(share: float, certificate: Certificate, jacobians: Jacobians) -
     reached = torch.nonzero(shares >= share)
     if len(reached):
         return int(reached[0]) + 1
-    warnings.warn(
+    warn(
         f"dim=Captured({share:g}) was to capture {share:.0%} of the trace; {len(shares)} dimensions "
-        f"guarantee {float(shares[-1]):.0%}, and are used. A larger at_most or other subspace_inputs may capture more.",
-        stacklevel=5,
+        f"guarantee {float(shares[-1]):.0%}, and are used. A larger at_most or other subspace_inputs may capture more."
     )
     return len(shares)
 

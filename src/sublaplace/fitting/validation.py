@@ -5,7 +5,6 @@ The posterior's covariance at any λ and σ is V(τ)·c²/scale with τ = λc²/
 known at every λ and σ, and its maximum is found without another pass.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import exp, log, log10
@@ -20,6 +19,7 @@ from sublaplace.fitting.fitted import Fitted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
 from sublaplace.posteriors.sweep import sweep_of
+from sublaplace.runtime.warning import warn
 
 FEWEST_INPUTS = 10
 """Validation inputs below which λ and σ stay as they are."""
@@ -148,9 +148,8 @@ def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool
     data = validation_data(fitted, loader, progress)
     count = int((data.counts > 0).sum())
     if count < FEWEST_INPUTS:
-        warnings.warn(
-            f"{count} validation inputs are too few to choose λ by; it stays as it was. Give at least {FEWEST_INPUTS}.",
-            stacklevel=5,
+        warn(
+            f"{count} validation inputs are too few to choose λ by; it stays as it was. Give at least {FEWEST_INPUTS}."
         )
         return None
     total, logs = float(data.counts.sum()), data.taus.log().tolist()
@@ -169,9 +168,7 @@ def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool
     best = losses.index(min(losses))
     if best in (0, len(losses) - 1):
         what = "more uncertainty than this posterior has" if best == 0 else "next to no uncertainty"
-        warnings.warn(
-            f"The best λ for the validation data lies at an end of its search: they ask for {what}.", stacklevel=5
-        )
+        warn(f"The best λ for the validation data lies at an end of its search: they ask for {what}.")
     left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]
     log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-4)
     factor = data.loss_and_factor(log_tau, away(log_tau))[1] if noise else 1.0

@@ -1,7 +1,6 @@
 """The parameters that the posterior covers, and a context in which a trained model is borrowed unchanged."""
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sublaplace.model.linalg import Vectors
+from sublaplace.runtime.warning import warn
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,10 @@ def in_working_precision(model: nn.Module) -> nn.Module:
     if not dtypes.intersection(HALF_PRECISIONS):
         return model
     size = f"{4 * sum(p.numel() for p in model.parameters()) / 2**20:.1f} MiB"
-    warnings.warn(
+    warn(
         f"The model has {', '.join(sorted(map(str, dtypes)))} parameters. Its outputs, Jacobians and curvature are "
         f"computed on a float32 copy ({size}), and the s × s algebra is in float64. Predictions are float32. The model "
-        "itself is not changed.",
-        stacklevel=4,
+        "itself is not changed."
     )
     return copy.deepcopy(model).float()
 

@@ -1,6 +1,5 @@
 """A posterior that is exact in the subspace and KFAC (or diagonal) outside of it."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from sublaplace.model.linalg import Vectors, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Projection
+from sublaplace.runtime.warning import warn
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,9 @@ class ComplementedPosterior:
         old, new = self.prior_precision, inside.prior_precision
         eps = torch.finfo(next(iter(self.mixed.values())).dtype).eps
         if old * eps > 1e-3 * new:
-            warnings.warn(
+            warn(
                 f"From λ = {old:.3g} to {new:.3g} the curvature outside of the subspace is lost in rounding; fit again "
-                "with the new prior_precision, or use a float64 model.",
-                stacklevel=4,
+                "with the new prior_precision, or use a float64 model."
             )
         outside = self.outside.with_prior(new).scaled(factor)
         mixed = {}

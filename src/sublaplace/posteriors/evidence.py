@@ -1,6 +1,5 @@
 r"""The evidence of the Laplace approximation, and the prior precision and noise that maximise it."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from sublaplace.model.likelihoods.base import Noise
 from sublaplace.posteriors.protocol import Occam
+from sublaplace.runtime.warning import warn
 
 LogLikelihood = Callable[[Tensor], Tensor]
 """ln p(D | θ̂) as a function of the noise σ; constant for a likelihood without noise."""
@@ -52,7 +52,7 @@ class Evidence:
         best = values.index(max(values))
         if best in (0, len(grid) - 1):
             message = f"The λ of the largest evidence lies at an end of its search, {(low, high)[best > 0]:g}."
-            warnings.warn(message, stacklevel=4)
+            warn(message)
         left, right = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
         return float(torch.tensor(golden_section(value, left, right), dtype=torch.float64).exp())
 

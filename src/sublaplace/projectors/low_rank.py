@@ -1,7 +1,5 @@
 """The paper's projector: the subspace that captures most of the predictive covariance of given inputs."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from sublaplace.model.linalg import Vectors, dominant_eigenvectors, gram, orthon
 from sublaplace.projection import Basis
 from sublaplace.projectors.subspace_iteration import dominant_directions
 from sublaplace.runtime.memory import require
+from sublaplace.runtime.warning import warn
 
 DENSE_ROWS = 6000
 """Largest number of outputs (n·C) of X′ whose covariance is formed and decomposed."""
@@ -75,10 +74,9 @@ def basis_of(jacobians: Jacobians, vectors: Vectors, rank: int, dim: int) -> Bas
             "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
         )
     if rank < dim:
-        warnings.warn(
+        warn(
             f"dim={dim} is above the numerical rank {rank} of the covariance of the {jacobians.num_rows} "
-            f"outputs that the subspace is built from; dim={rank} is used. More subspace inputs raise the rank.",
-            stacklevel=3,
+            f"outputs that the subspace is built from; dim={rank} is used. More subspace inputs raise the rank."
         )
     return Basis(jacobians.linearization.layout, orthonormalise(vectors))
 

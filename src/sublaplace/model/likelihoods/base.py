@@ -35,6 +35,9 @@ class Likelihood(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        known = LIKELIHOODS.get(cls.name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"There is a likelihood named '{cls.name}' already; choose another name.")
         if cls.name:
             LIKELIHOODS[cls.name] = cls
 

@@ -132,7 +132,7 @@ class _Run:
                 prior = prior_by_evidence(context.curvatures, look.survey)
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
-        posterior = self._weighted(posterior, context, held_back, self._subsample(look, chosen))
+        posterior = self._weighted(posterior, context, held_back, look, chosen)
         if options.leaves_one_out:
             with self._stage("leave-one-out"):
                 prior, how = self._left_out_prior(posterior, look), "leave-one-out of the linearised network"
@@ -288,7 +288,7 @@ class _Run:
         return posterior, certificate
 
     def _weighted(
-        self, posterior: Posterior, context: ProjectorContext, held_back: Any, subsample: Batch | None
+        self, posterior: Posterior, context: ProjectorContext, held_back: Any, look: _Look, chosen: Any
     ) -> Posterior:
         """Return the posterior with the weight of its complement, if it has one."""
         complement = self.options.outside
@@ -297,10 +297,11 @@ class _Run:
         weighted = cast(Weighted, posterior)  # as every posterior with a complement
         if not complement.fits_weight:
             return weighted if complement.weight == 1.0 else weighted.reweighted(float(complement.weight))
+        subsample = self._subsample(look, chosen)
         assert subsample is not None
         with self._stage("complement's weight"):
             inputs = Jacobians(self.linearization, held_back)
-            weight = fitted_weight(weighted, context.stream, context.num_data, inputs, subsample)
+            weight = fitted_weight(weighted, context.stream, look.survey.num_counting, inputs, subsample)
             return weighted.reweighted(weight)
 
     def _left_out_prior(self, posterior: Posterior, look: _Look) -> float:
@@ -311,7 +312,7 @@ class _Run:
         weights = None if drawn.weights is None else drawn.weights[few]
         batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
         survey = look.survey
-        data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_data)
+        data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_counting)
         factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
         return factor * prior_by_leave_one_out(data, at_end=not self.validated)
 

@@ -56,7 +56,7 @@ class LinearisedData:
         data: Batch,
         num_data: int,
     ) -> "LinearisedData":
-        """Take the rows of some of the data, which stand for all `num_data`. Cost: one prediction of them."""
+        """Take the rows of some data, which stand for all `num_data` that count. Cost: one prediction of them."""
         layout = linearization.layout
         theta = linearization.flat_parameters().double()
         inside = torch.cat(

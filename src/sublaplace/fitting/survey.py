@@ -23,6 +23,7 @@ class Survey:
     """What one forward pass over the training data tells."""
 
     num_data: int  # N
+    num_counting: int  # those whose weight is not zero and whose labels are not all ignored
     num_outputs: int  # C
     likelihood: Likelihood  # with σ, where it was estimated
     residuals: Residuals  # of a likelihood with noise
@@ -63,6 +64,7 @@ class Survey:
         result = replace(
             self,
             num_data=self.num_data + other.num_data,
+            num_counting=self.num_counting + other.num_counting,
             residuals=self.residuals.joined(other.residuals),
             fixed_log_likelihood=self.fixed_log_likelihood + other.fixed_log_likelihood,
         )
@@ -72,6 +74,7 @@ class Survey:
         """Return what a file keeps of the survey."""
         return {
             "num_data": self.num_data,
+            "num_counting": self.num_counting,
             "num_outputs": self.num_outputs,
             "likelihood": self.likelihood.numbers(),
             "residuals": [sums.tolist() for sums in self.residuals.sums],
@@ -83,6 +86,7 @@ class Survey:
         """Return the survey of `numbers`."""
         return cls(
             numbers["num_data"],
+            numbers.get("num_counting", numbers["num_data"]),
             numbers["num_outputs"],
             likelihood_from(numbers["likelihood"]),
             Residuals(*(torch.tensor(sums, dtype=torch.float64) for sums in numbers["residuals"])),
@@ -111,7 +115,7 @@ def survey_of(
     Raises:
         ValueError: if there are no data, none that counts, or no noise to be estimated.
     """
-    total, counted, fixed, largest = 0, 0.0, 0.0, 0.0
+    total, counted, fixed, largest = 0, 0, 0.0, 0.0
     residuals: Residuals | None = None
     reservoir = None
     for position, batch in tqdm(placed(loader), desc="survey", disable=not progress, leave=False):
@@ -129,7 +133,7 @@ def survey_of(
         counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
             reservoir.add(Batch(inputs, targets, weights), position, counts)
-        counted += len(outputs) if counts is None else float(counts.amax(1).sum())
+        counted += len(outputs) if counts is None else int((counts.amax(1) > 0).sum())
         if likelihood.has_noise:
             residuals = residuals.joined(Residuals.of(targets - outputs, weights))
             largest = max(largest, float(outputs.abs().max()))
@@ -151,7 +155,7 @@ def survey_of(
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     if reservoir is not None:
         reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
-    survey = Survey(total, len(residuals.count), likelihood, residuals, fixed)
+    survey = Survey(total, counted, len(residuals.count), likelihood, residuals, fixed)
     if estimate and likelihood.noise_estimate is not None:
         survey = survey.with_estimated_noise()
         rounding = 4 * torch.finfo(linearization.dtype).eps * largest

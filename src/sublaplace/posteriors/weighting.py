@@ -42,7 +42,7 @@ def fitted_weight(
     Args:
         posterior: with the weight 1.
         stream: the training data.
-        num_data: N.
+        num_data: N, without data that do not count.
         held_back: J of inputs that neither P nor the subsample has seen.
         subsample: some of the training data.
 

@@ -360,6 +360,16 @@ def test_a_sample_of_the_data_stands_for_all(monkeypatch):
         assert targets[place] == label
 
 
+def test_ignored_labels_do_not_make_the_others_count_more(monkeypatch):
+    model, inputs, targets = problem(n=40)
+    seen = []
+    monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, **_: seen.append(data) or 3.0)
+    targets[::4] = -1
+    batches = loader(inputs, targets, 7)
+    SubspaceLaplace(model, Categorical(ignore_index=-1), 5, complement=None).fit(batches)
+    assert seen[0].counts.shape == (30, 1) and (seen[0].counts == 1).all()
+
+
 def test_regression_and_subspaces_of_single_parameters_do_not_take_it(monkeypatch):
     model, inputs, targets = problem()
     monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda *_, **__: pytest.fail("not for these"))

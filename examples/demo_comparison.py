@@ -1,7 +1,7 @@
 """Compare every projector with the full Laplace approximation on one task: scores for a table, and a sweep over s."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from demo_tasks import Task
@@ -9,7 +9,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sublaplace import PROJECTORS, Prediction, SubspaceLaplace, metrics
-from sublaplace.model.likelihoods.links import Covariance
 
 OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the inputs that it is judged on: Theorem 1
 METHODS = [*PROJECTORS, OPTIMUM]
@@ -145,11 +144,5 @@ def predictive(la: SubspaceLaplace, inputs: Tensor) -> Tensor:
 
 def plain_predictive(la: SubspaceLaplace, inputs: Tensor) -> Tensor:
     """Return what `divergence` compares, for the network without model uncertainty."""
-    prediction = certain(la.predict(inputs))
+    prediction = la.predict(inputs).plain()
     return prediction.probabilities if prediction.has_probabilities else torch.block_diag(*prediction.total)
-
-
-def certain(prediction: Prediction) -> Prediction:
-    """Return the prediction of the same network without model uncertainty."""
-    zero = torch.zeros_like(prediction.variance)
-    return replace(prediction, uncertainty=Covariance(zero, lambda: torch.diag_embed(zero)))

@@ -1,6 +1,6 @@
 """What is predicted for new inputs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 
@@ -100,6 +100,11 @@ class Prediction:
             expected += self.likelihood.entropy(probabilities) / _ENTROPY_DRAWS
             averaged += probabilities / _ENTROPY_DRAWS
         return (self.likelihood.entropy(averaged) - expected).clamp_min(0)
+
+    def plain(self) -> "Prediction":
+        """Return the prediction of the network alone, without any posterior uncertainty."""
+        zero = torch.zeros_like(self.mean)
+        return replace(self, uncertainty=Covariance(zero, lambda: torch.diag_embed(zero)))
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return the central interval of each target at this level, with the noise: two tensors (n, C).

@@ -60,7 +60,7 @@ def compare(task: Task) -> Comparison:
     reference = predictive(full, task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     posteriors = {"full": full}
-    predictions = {"map": certain(full.predict(inputs)), "full": full.predict(inputs)}
+    predictions = {"map": full.predict(inputs).plain(), "full": full.predict(inputs)}
     map_kl = divergence(task, reference, plain_predictive(full, task.drawn))
     rows = [
         Row(task.name, "map", None, map_kl, 0.0, **scores(predictions["map"], targets)),

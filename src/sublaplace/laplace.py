@@ -330,7 +330,7 @@ class SubspaceLaplace:
             progress: show a bar.
 
         Raises:
-            ValueError: if the loader is empty, or the likelihood has neither classes nor noise.
+            ValueError: if the loader is empty, or all its labels are ignored.
         """
         fitted = self._usable()
         return evaluated(fitted, self._checked_loader(loader, "evaluate"), progress)

@@ -34,11 +34,15 @@ def evaluated(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> 
     outputs, targets, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
     counted = likelihood.counted(targets)
     if counted is not None:
-        kept = counted.all(1)
+        kept = counted.any(1)
+        if not kept.any():
+            raise ValueError("All labels are ignored: there is nothing to evaluate.")
         outputs, targets, covariance = outputs[kept], targets[kept], covariance[kept]
-    plain_likelihood = likelihood
-    if likelihood.has_noise:
-        plain_likelihood = likelihood.with_given_noise(fitted.survey.residuals.root_mean_square())
+    plain_likelihood, residuals = likelihood, fitted.survey.residuals
+    if likelihood.has_noise and (residuals.squares > 0).all():  # otherwise σ was given, and serves both
+        single = len(likelihood.noise_variances) == 1
+        noise = residuals.root_mean_square() if single else residuals.root_mean_squares()
+        plain_likelihood = likelihood.with_given_noise(noise)
     plain = _judged(plain_likelihood, outputs, torch.zeros_like(covariance), targets)
     return Evaluation(plain, _judged(likelihood, outputs, covariance, targets), len(outputs))
 

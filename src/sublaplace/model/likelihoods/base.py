@@ -6,6 +6,7 @@ of R is the cotangent of one backward pass. A new likelihood is one subclass wit
 
 from abc import ABC, abstractmethod
 from dataclasses import fields, is_dataclass
+from math import log
 from typing import Any, ClassVar
 
 import torch
@@ -78,7 +79,7 @@ class Likelihood(ABC):
             self.log_density(mean + (root @ standard_normal(mean, generator).unsqueeze(2)).squeeze(2), targets)
             for _ in range(_DRAWS)
         ]
-        return torch.stack(draws).logsumexp(0) - torch.tensor(float(_DRAWS)).log().to(mean)
+        return torch.stack(draws).logsumexp(0) - log(_DRAWS)
 
     def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
         """Return KL(p(y|x, Σ) ‖ p(y|x, Σ′)) for two covariances (n, C, C) of the outputs: (n,), in float64.

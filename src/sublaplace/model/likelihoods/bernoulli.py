@@ -92,9 +92,11 @@ class Bernoulli(Likelihood):
         return sigmoid_interval(outputs, lower, upper)
 
     def as_classes(self, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every output as a choice between no and yes."""
-        yes = probabilities.reshape(-1)
-        return torch.stack([1 - yes, yes], dim=1), targets.reshape(-1).long()
+        """Return every output that is not ignored as a choice between no and yes."""
+        yes, labels, counted = probabilities.reshape(-1), targets.reshape(-1).long(), self.counted(targets)
+        if counted is not None:
+            yes, labels = yes[counted.reshape(-1)], labels[counted.reshape(-1)]
+        return torch.stack([1 - yes, yes], dim=1), labels
 
     def plain_probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()

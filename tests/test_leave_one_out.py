@@ -342,13 +342,13 @@ def test_a_fit_takes_it_for_classification_and_says_so():
     evidence = fitted(model, "classification", inputs, targets, prior_precision="evidence")
     assert "leave-one-out" not in evidence.summary() and "(by the evidence of KFAC)" in evidence.summary()
     given = fitted(model, "classification", inputs, targets, prior_precision=2.0)
-    assert given.prior_precision == 2.0 and "(by given)" in given.summary()
+    assert given.prior_precision == 2.0 and "(given)" in given.summary()
 
 
 def test_a_sample_of_the_data_stands_for_all(monkeypatch):
     model, inputs, targets = problem(n=40)
     seen = []
-    monkeypatch.setattr("sublaplace.fitting.fit.SUBSAMPLE", 16)
+    monkeypatch.setattr("sublaplace.fitting.fit.num_left_out", lambda num_outputs: 16)
     monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, **_: seen.append(data) or 3.0)
     la = fitted(model, "classification", inputs, targets)
     assert la.prior_precision == 3.0

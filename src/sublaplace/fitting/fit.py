@@ -15,8 +15,14 @@ from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data.batches import Batch, num_inputs, select
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
 from sublaplace.fitting import steps
-from sublaplace.fitting.fitted import Fitted, Stage
-from sublaplace.fitting.leave_one_out import OUTSIDE_FACTOR, LinearisedData, prior_by_leave_one_out
+from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
+from sublaplace.fitting.leave_one_out import (
+    DIMENSIONS,
+    OUTSIDE_FACTOR,
+    LinearisedData,
+    num_left_out,
+    prior_by_leave_one_out,
+)
 from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.fitting.tuning import layer_units, prior_by_evidence
@@ -122,7 +128,7 @@ class _Run:
         if options.holds_back and chosen is not None:
             chosen, held_back = split(chosen)
         context = self._context(look, chosen)
-        how = "given"
+        how = GIVEN
         if options.prior_structure == "layer":
             with self._stage("layers' units"):
                 context = self._in_layer_units(context, look, chosen)
@@ -308,11 +314,12 @@ class _Run:
         """Return λ by leave-one-out, of the subspace alone or with what stands outside."""
         subspace, drawn = posterior.subspace, look.drawn
         assert subspace is not None and drawn is not None
-        few = slice(0, SUBSAMPLE)
+        survey = look.survey
+        few = slice(0, num_left_out(survey.num_outputs))
         weights = None if drawn.weights is None else drawn.weights[few]
         batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
-        survey = look.survey
-        data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_counting)
+        projection = subspace.projection.leading(min(subspace.dim, DIMENSIONS))
+        data = LinearisedData.of(survey.likelihood, self.linearization, projection, batch, survey.num_counting)
         factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
         return factor * prior_by_leave_one_out(data, at_end=not self.validated)
 

@@ -8,6 +8,9 @@ from sublaplace.model.likelihoods.base import Noise
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.protocol import Posterior
 
+GIVEN = "given"
+"""How λ was chosen, where the user did."""
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -32,7 +32,16 @@ LOG_PRIORS = tuple(6 - k / 2 for k in range(19))
 OUTSIDE_FACTOR = 10**0.5
 """λ over its leave-one-out value where KFAC stands outside of the subspace, whose variance is not left out."""
 
+DIMENSIONS = 30
+"""Leading dimensions of the subspace in which the network is refitted; more give nearly the same λ."""
+
+_MOST_ROWS, _FEWEST_INPUTS, _MOST_INPUTS = 3000, 150, 1000  # of the data that stand for all of them
 _MOST_STEPS = 30  # of Newton's method
+
+
+def num_left_out(num_outputs: int) -> int:
+    """Return how many inputs the search looks at: at most 1,000, and fewer where there are many outputs."""
+    return min(_MOST_INPUTS, max(_FEWEST_INPUTS, _MOST_ROWS // num_outputs))
 
 
 @dataclass(frozen=True)

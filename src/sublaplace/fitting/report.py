@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from sublaplace.fitting.fitted import Fitted
+from sublaplace.fitting.fitted import GIVEN, Fitted
 from sublaplace.fitting.tuning import layer_of
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.runtime.memory import readable
@@ -12,10 +12,11 @@ def summary_text(title: str, fitted: Fitted) -> str:
     """Return sizes, λ, σ, how parameters are treated, and what each stage of the fit took."""
     posterior, survey, linearization = fitted.posterior, fitted.survey, fitted.linearization
     layout = linearization.layout
+    how = "given" if fitted.chosen_by == GIVEN else f"by {fitted.chosen_by}"
     lines = [
         title,
         _line("parameters p", f"{layout.num_parameters:,} in {len(layout.names)} tensors ({linearization.dtype})"),
-        _line("prior precision λ", f"{posterior.prior_precision:.6g} (by {fitted.chosen_by})"),
+        _line("prior precision λ", f"{posterior.prior_precision:.6g} ({how})"),
     ]
     if fitted.units is not None:
         by_layer = {layer_of(name): posterior.prior_precision / unit**2 for name, unit in fitted.units.items()}

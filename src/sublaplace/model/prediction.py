@@ -77,8 +77,11 @@ class Prediction:
 
     @property
     def epistemic(self) -> Tensor:
-        """The share that more data would remove: the mutual information (n,), or Σ (n, C, C)."""
-        return self.mutual_information if self.has_probabilities else self.covariance
+        """The share that more data would remove: the mutual information, at most the total (n,), or Σ (n, C, C).
+
+        The link is an approximation, so that its entropy may lie below the mutual information of draws.
+        """
+        return self.total - self.aleatoric if self.has_probabilities else self.covariance
 
     @cached_property
     def mutual_information(self) -> Tensor:

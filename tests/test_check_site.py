@@ -68,6 +68,13 @@ def test_an_empty_folder_is_a_fault(tmp_path):
 
 
 def test_the_citation_and_the_changelog_know_the_version():
+    """A release has its section, and is cited; while the next one is developed, the last release is cited."""
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.findall(r"^version: (.+)$", citation, flags=re.MULTILINE) == [sublaplace.__version__]
-    assert f"## [{sublaplace.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[(.+?)\]", changelog, flags=re.MULTILINE)
+    releases = [section for section in sections if section != "Unreleased"]
+    assert re.findall(r"^version: (.+)$", citation, flags=re.MULTILINE) == releases[:1]
+    if "dev" in sublaplace.__version__:
+        assert sections[0] == "Unreleased"
+    else:
+        assert releases[0] == sublaplace.__version__

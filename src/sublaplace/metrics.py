@@ -260,7 +260,8 @@ def accuracy(probabilities: Tensor, targets: Tensor) -> float:
 def rmse(mean: Tensor, targets: Tensor) -> float:
     """Return the root mean square error over all inputs and outputs, both (n, C). Cost: O(nC)."""
     if mean.shape != targets.shape or mean.numel() == 0:
-        raise ValueError(f"targets must have the shape of mean, {tuple(mean.shape)}, not {tuple(targets.shape)}")
+        shapes = f"{tuple(mean.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"mean and targets must have one shape (n, C) and not be empty, but they have {shapes}")
     return (_finite("targets", targets) - _finite("mean", mean)).square().mean().sqrt().item()
 
 

@@ -1,10 +1,12 @@
 """The metrics against loops, scipy and scikit-learn, and their invariances."""
 
+import itertools
 import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import scipy.integrate
 import scipy.stats
 import sklearn.metrics
 import torch
@@ -281,6 +283,75 @@ def test_coverage_of_the_true_distribution_is_the_level() -> None:
     assert metrics.coverage(torch.zeros(n, size), covariance, targets) == pytest.approx(0.9, abs=0.0085)
 
 
+# Accuracy, and errors in the units of the targets
+
+
+@few
+@given(seed=seeds, n=st.integers(1, 40), classes=st.integers(2, 6))
+def test_accuracy_agrees_with_scikit_learn(seed: int, n: int, classes: int) -> None:
+    probabilities, targets = classification(n, classes, seed)
+    expected = sklearn.metrics.accuracy_score(targets.numpy(), probabilities.argmax(1).numpy())
+    assert metrics.accuracy(probabilities, targets) == pytest.approx(expected, abs=1e-12)
+
+
+def test_accuracy_reaches_both_ends_of_its_range() -> None:
+    assert metrics.accuracy(torch.eye(3), torch.tensor([0, 1, 2])) == 1
+    assert metrics.accuracy(torch.eye(3), torch.tensor([1, 2, 0])) == 0
+
+
+@few
+@given(seed=seeds, n=st.integers(1, 40), size=sizes)
+def test_rmse_agrees_with_a_loop(seed: int, n: int, size: int) -> None:
+    mean, targets = normal(n, size, seed=seed), normal(n, size, seed=seed + 1)
+    squares = [float(y - m) ** 2 for y, m in zip(targets.flatten(), mean.flatten(), strict=True)]
+    assert metrics.rmse(mean, targets) == pytest.approx(math.sqrt(sum(squares) / len(squares)), rel=1e-12)
+    assert metrics.rmse(targets, targets) == 0
+
+
+@few
+@given(seed=seeds, shift=st.floats(-6, 6), std=st.floats(0.05, 4))
+def test_crps_is_the_integral_of_the_squared_difference_of_distribution_functions(
+    seed: int, shift: float, std: float
+) -> None:
+    """∫ (F(x) − 1[x ≥ y])² dx, on either side of the target."""
+    mean = float(normal(1, seed=seed))
+    target = mean + shift * std
+    edges = sorted({mean - 12 * std, target, mean + 12 * std})
+    expected = 0.0
+    for left, right in itertools.pairwise(edges):
+        x = np.linspace(left, right, 20_001)
+        step = 1.0 if (left + right) / 2 > target else 0.0
+        expected += float(scipy.integrate.trapezoid((scipy.stats.norm.cdf(x, mean, std) - step) ** 2, x))
+    actual = metrics.crps(*(torch.tensor([[value]], dtype=torch.float64) for value in (mean, std**2, target)))
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
+@few
+@given(seed=seeds, n=st.integers(1, 20), size=sizes)
+def test_crps_is_a_mean_over_inputs_and_outputs_in_the_units_of_the_targets(seed: int, n: int, size: int) -> None:
+    mean, targets = normal(n, size, seed=seed), normal(n, size, seed=seed + 1)
+    variance = normal(n, size, seed=seed + 2).exp()
+    value = metrics.crps(mean, variance, targets)
+    single = [
+        metrics.crps(m.view(1, 1), v.view(1, 1), y.view(1, 1))
+        for m, v, y in zip(mean.flatten(), variance.flatten(), targets.flatten(), strict=True)
+    ]
+    assert value == pytest.approx(sum(single) / len(single), rel=1e-9)
+    assert metrics.crps(3 * mean + 2, 9 * variance, 3 * targets + 2) == pytest.approx(3 * value, rel=1e-9)
+    # With next to no variance it is the mean absolute error.
+    certain = metrics.crps(mean, torch.full_like(variance, 1e-16), targets)
+    assert certain == pytest.approx(float((mean - targets).abs().mean()), rel=1e-6)
+
+
+def test_crps_is_smallest_for_the_true_distribution() -> None:
+    targets = 0.3 + 1.7 * normal(20_000, 1, seed=0)
+    one = torch.ones_like(targets)
+    true = metrics.crps(0.3 * one, 1.7**2 * one, targets)
+    for mean, std in ((0.3, 1.0), (0.3, 3.0), (1.0, 1.7), (-0.5, 1.7)):
+        assert metrics.crps(mean * one, std**2 * one, targets) > true + 0.01
+    assert true == pytest.approx(1.7 / math.sqrt(math.pi), rel=0.02)
+
+
 # Ranking
 
 
@@ -346,6 +417,14 @@ nan = torch.tensor([[math.nan, 0.0], [0.0, 1.0]])
         (lambda: metrics.nll(half, half, torch.stack([eye, singular])), "not positive definite"),
         (lambda: metrics.ece(half, labels, bins=0), "bins must be at least 1"),
         (lambda: metrics.brier(5 * half, labels), "are they logits"),
+        (lambda: metrics.accuracy(5 * half, labels), "are they logits"),
+        (lambda: metrics.accuracy(half, labels[:1]), r"targets must have shape \(2,\)"),
+        (lambda: metrics.rmse(half, labels), r"one shape.*\(2, 2\) and \(2,\)"),
+        (lambda: metrics.rmse(half[:0], half[:0]), "not be empty"),
+        (lambda: metrics.rmse(half, nan), "targets contains NaN"),
+        (lambda: metrics.crps(half, half, half[:1]), "one shape"),
+        (lambda: metrics.crps(half, 0 * half, half), "variance must be positive"),
+        (lambda: metrics.crps(half, nan, half), "variance contains NaN"),
         (
             lambda: metrics.coverage(half, torch.stack([eye, eye]), half, level=1.0),
             "strictly between 0 and 1",
@@ -369,6 +448,6 @@ def test_arguments_are_neither_changed_nor_differentiated(seed: int, n: int) -> 
     probabilities, targets = classification(n, 3, seed)
     probabilities = probabilities.float().requires_grad_()
     before = probabilities.detach().clone()
-    for score in (metrics.nll, metrics.ece, metrics.brier):
+    for score in (metrics.nll, metrics.ece, metrics.brier, metrics.accuracy):
         assert isinstance(score(probabilities, targets), float)
     assert torch.equal(probabilities, before)

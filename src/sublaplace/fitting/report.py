@@ -29,7 +29,7 @@ def summary_text(title: str, fitted: Fitted) -> str:
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
     if not likelihood.has_noise and "validation" not in fitted.chosen_by:
         lines.append(
-            _line("", "Without validation data accurate networks become underconfident; fit(train, val) helps.")
+            _line("", "chosen without validation data, which would help: fit(train_loader, val_loader)")
         )
     lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
     lines += _structure(posterior)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sublaplace import PROJECTORS
+from sublaplace import PROJECTORS, former_names
 from sublaplace.jacobians.rules import RULES
 from sublaplace.model.likelihoods.base import LIKELIHOODS
 
@@ -66,3 +66,21 @@ def test_pages_that_teach_have_code():
 @pytest.mark.parametrize("document", [page for page in PAGES if pictures(page)], ids=lambda page: page.name)
 def test_the_pictures_of_the_documents_exist(document):
     assert all(picture.stat().st_size > 10_000 for picture in pictures(document))
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "CHANGELOG.md", ROOT / "docs" / "migration.md"], ids=lambda page: page.name
+)
+def test_every_former_name_is_explained(document):
+    text = document.read_text()
+    missing = [
+        name for name in [*former_names._ARGUMENTS, *former_names._MEMBERS] if not re.search(rf"`{name}\b", text)
+    ]
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    made_by_programs = {"demo_table.md", "sklearn_comparison.md"}
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - made_by_programs
+    assert {page for page in pages if f": {page}" not in navigation} == set()

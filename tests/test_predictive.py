@@ -190,8 +190,9 @@ def test_a_prediction_of_regression_has_covariances_and_no_probabilities():
 def test_a_prediction_of_classes_splits_its_entropy():
     outputs, covariance = gaussian_outputs(3, scale=3.0)
     prediction, _ = predicted(Categorical(), outputs, covariance)
-    entropy = -(prediction.probabilities * prediction.probabilities.log()).sum(1)
-    assert torch.allclose(prediction.total, entropy)
+    averaged, _ = predicted(Categorical(), outputs, covariance, link="mc", samples=20_000)
+    entropy = -(averaged.probabilities * averaged.probabilities.log()).sum(1)
+    assert torch.allclose(prediction.total, entropy, atol=0.05)
     assert torch.equal(prediction.epistemic, prediction.mutual_information)
     assert (prediction.epistemic > 0).all()
     assert torch.allclose(prediction.aleatoric + prediction.epistemic, prediction.total)
@@ -204,7 +205,6 @@ def test_covariances_are_formed_only_where_they_are_needed():
     prediction, formed = predicted(Categorical(), outputs, covariance)
     assert torch.allclose(prediction.probabilities, probit(outputs, covariance.diagonal(dim1=1, dim2=2)))
     assert torch.equal(prediction.variance, covariance.diagonal(dim1=1, dim2=2))
-    assert torch.isfinite(prediction.total).all()
     assert not formed
     assert torch.equal(prediction.covariance, covariance)
     assert formed

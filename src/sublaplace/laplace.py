@@ -195,14 +195,14 @@ class SubspaceLaplace:
         validated = val_loader is not None
         fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
         if val_loader is not None:
-            fitted = tuned_on(fitted, self._checked_loader(val_loader, "fit(…, val_loader)"), progress=progress)
+            fitted = tuned_on(fitted, self._checked_loader(val_loader, "val_loader", once=True), progress=progress)
         self._state = fitted
         self._layout, self._data = fitted.linearization.layout, loader
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
-    def _checked_loader(self, loader: Any, name: str = "fit") -> Iterable[Any]:
-        return with_labels_under(self._labels_key, checked_loader(loader, name))
+    def _checked_loader(self, loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
+        return with_labels_under(self._labels_key, checked_loader(loader, name, once))
 
     def _require_other_data(self, train_loader: Any, val_loader: Any) -> None:
         """Raise ValueError if validation data cannot tell anything: λ is fixed, or they are the training data."""
@@ -333,7 +333,8 @@ class SubspaceLaplace:
             ValueError: if the loader is empty, or all its labels are ignored.
         """
         fitted = self._usable()
-        return evaluated(fitted, self._checked_loader(loader, "evaluate"), progress)
+        data = self._checked_loader(loader, "evaluate", once=True)
+        return evaluated(fitted, data, self._options.likelihood.noise_std, progress)
 
     # Held against the full Laplace approximation ----------------------------------------------------------------------
 
@@ -554,7 +555,7 @@ class SubspaceLaplace:
                 raise ValueError(f"Unknown way to tune, '{by}'; choose 'evidence' or give a loader of validation data.")
             found = tuned_by_evidence(fitted, bool(noise))
         else:
-            found = tuned_on(fitted, self._checked_loader(by), noise, progress)
+            found = tuned_on(fitted, self._checked_loader(by, "tuned", once=True), noise, progress)
         return self._with(found)
 
     def optimize_prior_precision(
@@ -667,6 +668,8 @@ class SubspaceLaplace:
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
+            "prior_precision": options.prior_precision,
+            "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
             "units": fitted.units,
         }
@@ -708,7 +711,8 @@ class SubspaceLaplace:
                 option_from(found["dim"]),
                 projector=restored_projector(found["projector"]),
                 complement=option_from(found["complement"]),
-                prior_precision=found["posterior"]["prior_precision"],
+                prior_precision=found["prior_precision"],
+                prior_structure=found["prior_structure"],
                 seed=found["seed"],
                 forward=forward,
                 labels_key=labels_key,

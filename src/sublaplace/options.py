@@ -107,6 +107,7 @@ class Options:
     subspace_inputs: SubspaceInputs
     seed: int
     resources: Resources
+    default_dim: bool = False  # the user did not ask for a dimension
 
     def resolved(self) -> "Options":
         """Return the options of one fit, in which "auto" has become what it stands for.
@@ -240,8 +241,9 @@ def checked_options(
         subspace_inputs=checked_subspace_inputs(subspace_inputs, labels_key),
         seed=checked_seed(seed),
         resources=checked_resources(resources),
+        default_dim=dim is None,
     )
-    _refuse_without_effect(options, dim, subspace_inputs)
+    _refuse_without_effect(options.resolved(), dim, subspace_inputs)
     return options
 
 
@@ -266,7 +268,7 @@ def _refuse_without_effect(options: Options, dim: Any, subspace_inputs: Any) -> 
         raise ValueError(f"dim has no effect: {which}. Leave it out, or choose a low-rank or subset projector.")
     if options.chooses_dim and not (projector is not None and projector.needs_inputs):
         raise ValueError("dim=Captured(…) needs a low-rank projector, whose inputs it can hold back a part of.")
-    if subspace_inputs is not None and not options.needs_inputs and not isinstance(options.complement, str):
+    if subspace_inputs is not None and not options.needs_inputs:
         raise ValueError(
             f"subspace_inputs has no effect: projector='{options.label}' is not built from inputs. It belongs to the "
             "low-rank projectors, to dim=Captured(…) and to a complement with a fitted weight."

@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
-def checked_loader(loader: Any, name: str = "fit") -> Iterable[Any]:
-    """Return the loader if it can be read several times.
+def checked_loader(loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
+    """Return the loader if it can be read as often as needed.
 
     Args:
         loader: what the user passed.
         name: the method that was called, for the message.
+        once: the data are read once only.
 
     Raises:
         TypeError: if it is no iterable of batches.
@@ -25,7 +26,9 @@ def checked_loader(loader: Any, name: str = "fit") -> Iterable[Any]:
         )
     if not isinstance(loader, Iterable):
         raise TypeError(f"{name} needs an iterable of (inputs, targets) batches, not {type(loader).__name__}.")
-    if iter(loader) is loader:
+    if isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        raise ValueError(f"{name} needs a loader of batches, not one batch; give [(inputs, targets)].")
+    if not once and iter(loader) is loader:
         raise ValueError(one_shot(""))
     return loader
 
@@ -33,7 +36,7 @@ def checked_loader(loader: Any, name: str = "fit") -> Iterable[Any]:
 def one_shot(evidence: str) -> str:
     """Say that a loader cannot be read again, and what to use instead."""
     return (
-        f"The loader is a one-shot iterator, but the data is read several times. {evidence} "
+        f"The loader is a one-shot iterator, but the data is read several times. {f'{evidence} ' if evidence else ''}"
         "Give a DataLoader of a data set or a list of (inputs, targets) batches."
     )
 

@@ -10,12 +10,17 @@ from tqdm import tqdm
 from sublaplace.data.batches import batches
 from sublaplace.evaluation import Evaluation, Judged, judged_classes, judged_values
 from sublaplace.fitting.fitted import Fitted
-from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.base import Likelihood, Noise
 from sublaplace.model.likelihoods.links import Covariance
 
 
-def evaluated(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> Evaluation:
-    """Return the scores of both; see `SubspaceLaplace.evaluate`."""
+def evaluated(
+    fitted: Fitted, loader: Iterable[Any], given_noise: Noise | None = None, progress: bool = False
+) -> Evaluation:
+    """Return the scores of both; see `SubspaceLaplace.evaluate`.
+
+    given_noise: σ, where the user gave it; otherwise the plain network has that of its training residuals.
+    """
     posterior, linearization, likelihood = fitted.posterior, fitted.linearization, fitted.survey.likelihood
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -42,6 +47,7 @@ def evaluated(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> 
     if likelihood.has_noise and (residuals.squares > 0).all():  # otherwise σ was given, and serves both
         single = len(likelihood.noise_variances) == 1
         noise = residuals.root_mean_square() if single else residuals.root_mean_squares()
+        noise = noise if given_noise is None else given_noise
         plain_likelihood = likelihood.with_given_noise(noise)
     plain = _judged(plain_likelihood, outputs, torch.zeros_like(covariance), targets)
     return Evaluation(plain, _judged(likelihood, outputs, covariance, targets), len(outputs))

@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -246,7 +247,7 @@ class _Run:
         if projector is None or projector.own_dim:
             return p
         if dim > p:
-            if not options.chooses_dim:
+            if not options.chooses_dim and not options.default_dim:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
                 warn(message)
             dim = p
@@ -273,7 +274,9 @@ class _Run:
         if projector is None:
             assert outside is not None
             return outside, None
-        with self._stage("projector"):
+        with self._stage("projector"), warnings.catch_warnings():
+            if options.default_dim:  # nobody asked for so many dimensions
+                warnings.filterwarnings("ignore", message=r"dim=\d+ is above the numerical rank")
             projection = steps.built_projection(projector, context)
         with self._stage("reduced posterior"):
             stream, prior = context.stream, context.prior_precision

@@ -28,10 +28,12 @@ def summary_text(title: str, fitted: Fitted) -> str:
         stds = ", ".join(f"{variance**0.5:.6g}" for variance in likelihood.noise_variances)
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
     if not likelihood.has_noise and "validation" not in fitted.chosen_by:
-        lines.append(
-            _line("", "chosen without validation data, which would help: fit(train_loader, val_loader)")
+        lines.append(_line("", "chosen without validation data, which would help: fit(train_loader, val_loader)"))
+    lines.append(
+        _line(
+            "data N", f"{survey.num_data:,} inputs, {survey.num_outputs} output{'s' if survey.num_outputs != 1 else ''}"
         )
-    lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
+    )
     lines += _structure(posterior)
     if fitted.captured is not None:
         share = f"at least {fitted.captured:.1%} of the full trace, on subspace inputs (held back if any)"

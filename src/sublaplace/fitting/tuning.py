@@ -1,5 +1,6 @@
 """The prior precision and the noise, chosen by the evidence or on validation data."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from math import exp, log
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.precision import EigenvalueOccam
-from sublaplace.fitting.fitted import Fitted
+from sublaplace.fitting.fitted import Fitted, Stage
 from sublaplace.fitting.survey import Survey
 from sublaplace.fitting.validation import chosen_on
 from sublaplace.posteriors.evidence import Evidence
 from sublaplace.posteriors.protocol import Posterior
+from sublaplace.runtime.memory import peak_bytes
 
 
 def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Evidence:
@@ -87,9 +89,12 @@ def tuned_on(fitted: Fitted, loader: Iterable[Any], noise: bool | None = None, p
     likelihood = fitted.survey.likelihood
     if noise and not likelihood.has_noise:
         raise ValueError(f"A likelihood of kind '{likelihood.name}' has no noise σ to tune.")
+    start = time.perf_counter()
     chosen = chosen_on(fitted, loader, likelihood.noise_estimate is not None if noise is None else noise, progress)
     if chosen is None:
         return fitted
     changed = fitted if chosen.noise_factor == 1.0 else fitted.with_noise_factor(chosen.noise_factor)
     how = f"the NLL of {chosen.num_inputs:,} validation inputs{', with σ' if chosen.noise_factor != 1.0 else ''}"
-    return replace(changed.with_prior(chosen.prior_precision), chosen_by=how)
+    stage = Stage(time.perf_counter() - start, peak_bytes(fitted.linearization.device))
+    stages = fitted.stages | {"validation": stage}
+    return replace(changed.with_prior(chosen.prior_precision), chosen_by=how, stages=stages)

@@ -61,37 +61,36 @@ class Prediction:
 
     @cached_property
     def total(self) -> Tensor:
-        """The whole uncertainty: the entropy of the probabilities (n,), or Σ + σ² (n, C, C)."""
-        if not self.has_probabilities:
-            return self.covariance + self.aleatoric
-        return self.likelihood.entropy(self.probabilities.double())
+        """The whole uncertainty: the entropy of the averaged probabilities (n,), or Σ + σ² (n, C, C)."""
+        return self._entropies[0] if self.has_probabilities else self.covariance + self.aleatoric
 
     @cached_property
     def aleatoric(self) -> Tensor:
         """The share that more data would not remove: the expected entropy (n,), or σ² (n, C, C)."""
-        n, C = self.mean.shape
         if self.has_probabilities:
-            return (self.total - self.mutual_information).clamp_min(0)
-        noise = torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
-        return noise.expand(C).diag().expand(n, C, C)
+            return self._entropies[1]
+        n, C = self.mean.shape
+        return self._noise_variances().expand(C).diag().expand(n, C, C)
 
     @property
     def epistemic(self) -> Tensor:
-        """The share that more data would remove: the mutual information, at most the total (n,), or Σ (n, C, C).
-
-        The link is an approximation, so that its entropy may lie below the mutual information of draws.
-        """
-        return self.total - self.aleatoric if self.has_probabilities else self.covariance
+        """The share that more data would remove: the mutual information (n,), or Σ (n, C, C)."""
+        return self.mutual_information if self.has_probabilities else self.covariance
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """What a label would tell about the parameters, H[E p] − E[H p] in nats (BALD): (n,), in float64.
+        """What a label would tell about the parameters, H[E p] − E[H p] in nats (BALD): (n,), in float64."""
+        if self.has_probabilities:
+            return (self._entropies[0] - self._entropies[1]).clamp_min(0)
+        noise = self.aleatoric.double()
+        return 0.5 * torch.linalg.slogdet(torch.linalg.solve(noise, self.covariance.double() + noise)).logabsdet
 
-        The expectations are over 256 draws of the outputs. Cost: C³ per input and 256·n·C².
+    @cached_property
+    def _entropies(self) -> tuple[Tensor, Tensor]:
+        """The entropy of averaged probabilities and the average entropy, (n,) each, over 256 draws of the outputs.
+
+        Cost: C³ per input and 256·n·C².
         """
-        if not self.has_probabilities:
-            noise = self.aleatoric.double()
-            return 0.5 * torch.linalg.slogdet(torch.linalg.solve(noise, self.covariance.double() + noise)).logabsdet
         generator = torch.Generator().manual_seed(self.seed)
         root, mean = symmetric_root(self.covariance.double()), self.mean.double()
         expected = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
@@ -102,7 +101,20 @@ class Prediction:
             assert probabilities is not None
             expected += self.likelihood.entropy(probabilities) / _ENTROPY_DRAWS
             averaged += probabilities / _ENTROPY_DRAWS
-        return (self.likelihood.entropy(averaged) - expected).clamp_min(0)
+        return self.likelihood.entropy(averaged), expected
+
+    def _noise_variances(self) -> Tensor:
+        """Return σ², one or one per output.
+
+        Raises:
+            ValueError: for a likelihood without noise, whose targets have no such variance.
+        """
+        if not self.likelihood.has_noise:
+            raise ValueError(
+                f"A likelihood of kind '{self.likelihood.name}' has no noise variance; use mean and covariance, which "
+                "are those of the outputs."
+            )
+        return torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
 
     def plain(self) -> "Prediction":
         """Return the prediction of the network alone, without any posterior uncertainty."""
@@ -119,7 +131,7 @@ class Prediction:
             raise ValueError("Classes have no interval; use probabilities.")
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, but it is {level}.")
-        noise = torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
+        noise = self._noise_variances()
         quantile = sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
         half = quantile * (self.variance + noise).sqrt()
         return Interval(self.mean - half, self.mean + half)

@@ -1,7 +1,6 @@
 """The commands: `python -m experiments.calibration run`, then `report`."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,4 +80,4 @@ def _report(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

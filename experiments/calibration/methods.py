@@ -98,14 +98,16 @@ METHODS: tuple[Method, ...] = (
     Method(
         "laplace-torch-last-layer-validation",
         "laplace-torch, last layer, grid search",
-        "held-out network; last layer, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, 21 points",
+        "held-out network; last layer, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, "
+        "21 points",
         True,
         peers.runner("last_layer", validation=True),
     ),
     Method(
         "laplace-torch-all-validation",
         "laplace-torch, all weights, grid search",
-        "held-out network; all weights, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, 21 points",
+        "held-out network; all weights, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, "
+        "21 points",
         True,
         peers.runner("all", validation=True),
     ),

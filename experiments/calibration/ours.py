@@ -48,7 +48,7 @@ def _dim(network: nn.Module) -> int:
 
 def _predicted(la: SubspaceLaplace, test: Examples) -> Predicted:
     prediction = la.predict(test.inputs)
-    note = f"λ={float(la.prior_precision):.3g}"
+    note = f"λ={la.prior_precision:.3g}"
     if prediction.probabilities is not None:
         return Probabilities(prediction.probabilities.double(), note)
     assert isinstance(prediction.total, Tensor)

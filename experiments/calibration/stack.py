@@ -54,7 +54,7 @@ def train_stack(
                     if recipe.dropout:
                         hidden = hidden * _kept(masks, hidden.shape[1:], recipe.dropout)
             optimizer.zero_grad()
-            _loss(hidden, targets[member, rows]).backward()  # type: ignore[no-untyped-call]
+            _loss(hidden, targets[member, rows]).backward()
             optimizer.step()
             step += 1
     with torch.no_grad():

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from experiments.calibration.cifar_resnet import CifarResNet
+
 WIDTH = 100
 
 
@@ -32,7 +34,7 @@ def cnn(num_outputs: int = 10, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(1568, num_outputs))
 
 
-BUILDERS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn}
+BUILDERS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "resnet20": CifarResNet}
 
 
 def described(network: nn.Module, builder: str, **sizes: Any) -> nn.Module:

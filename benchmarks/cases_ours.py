@@ -10,9 +10,21 @@ from protocol import NUM_FIT_INPUTS, NUM_SUBSPACE_INPUTS, PRIOR_PRECISION, SUBSP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sublaplace import Categorical, Jacobian, Jacobians, Linearization, SubspaceLaplace, isotropic_precision, low_rank
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, kronecker_ggn, reduced_ggn
-from sublaplace.predictive import probit
+from sublaplace import (
+    Categorical,
+    Drawn,
+    Jacobian,
+    Jacobians,
+    Linearization,
+    SubspaceLaplace,
+    isotropic_precision,
+    low_rank,
+)
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.model.likelihoods.links import probit
 
 BATCH_SIZE = 500  # of the loader; the library cuts batches into chunks of its own
 
@@ -47,12 +59,12 @@ def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Call
 
 def subspace_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
     """Probit prediction in the subspace, as a user calls it; fitted untimed."""
-    posterior = SubspaceLaplace(
+    posterior = SubspaceLaplace.paper(
         network,
         "classification",
         dim=SUBSPACE_DIMENSION,
         prior_precision=PRIOR_PRECISION,
-        num_subspace_inputs=NUM_SUBSPACE_INPUTS,
+        subspace_inputs=Drawn(NUM_SUBSPACE_INPUTS),
     )
     posterior.fit(DataLoader(TensorDataset(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS]), BATCH_SIZE))
     return lambda: posterior(inputs)

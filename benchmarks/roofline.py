@@ -22,7 +22,9 @@ from networks import NETWORKS, build, fashion_mnist
 from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, PRIOR_PRECISION, SUBSPACE_DIMENSION
 
 from sublaplace import Jacobians, OuterBlock, low_rank
-from sublaplace.curvature import CurvatureStream, kronecker_ggn, reduced_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
 
 
 def duration(run: Callable[[], Any], repetitions: int) -> float:

@@ -71,10 +71,10 @@ def compare(task: Task) -> Comparison:
     for method in (progress := tqdm(METHODS, leave=False)):
         progress.set_description(f"{task.name}: {method}")
         la, seconds = fitted(task, method, full.prior_precision)
-        traces = la.trace(task.drawn)
+        traces = la.leading_traces(task.drawn)
         # The last layer is one fixed subspace; all others grow, and one fit serves every dimension.
         dims = [la.dim] if method == "last-layer" else [s for s in task.dims if s < la.dim] + [la.dim]
-        kl = [divergence(task, reference, predictive(la.truncate(s), task.drawn)) for s in dims]
+        kl = [divergence(task, reference, predictive(la.truncated(s), task.drawn)) for s in dims]
         sweeps[method] = Sweep(dims, kl, [traces[s - 1].log().item() for s in dims])
         posteriors[method], predictions[method] = la, la.predict(inputs)
         captured = (traces[-1] / full_trace).item()
@@ -88,7 +88,7 @@ def fitted(
     task: Task, method: str, prior_precision: float, subspace_inputs: Tensor | None = None
 ) -> tuple[SubspaceLaplace, float]:
     """The fitted posterior, and the seconds that the fit took."""
-    la = SubspaceLaplace(
+    la = SubspaceLaplace.paper(
         task.model,
         task.likelihood,
         projector="lowrank-ggn" if method == OPTIMUM else method,

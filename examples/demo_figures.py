@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sublaplace import SubspaceLaplace, metrics
+from sublaplace import Complement, SubspaceLaplace, metrics
 
 # Colours of Okabe and Ito, which readers with every kind of colour vision can tell apart.
 RED, BLUE, GREEN, PINK, AMBER, SKY = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -47,9 +47,9 @@ def draw_bands(comparison: Comparison, path: Path, small: int = 5, large: int = 
     full, from_training = (comparison.posteriors[name] for name in ("full", "lowrank-kfac"))
     whole_range, _ = fitted(comparison.task, "lowrank-kfac", full.prior_precision, subspace_inputs=grid)
     panels = {
-        f"s = {small}, subspace from training inputs": from_training.truncate(small),
-        f"s = {large}, subspace from training inputs": from_training.truncate(large),
-        f"s = {small}, subspace from the whole range": whole_range.truncate(small),
+        f"s = {small}, subspace from training inputs": from_training.truncated(small),
+        f"s = {large}, subspace from training inputs": from_training.truncated(large),
+        f"s = {small}, subspace from the whole range": whole_range.truncated(small),
     }
     figure = Figure(figsize=(12.5, 4.3))
     axes = figure.subplots(1, len(panels), sharey=True)
@@ -68,7 +68,7 @@ def draw_band(ax: Axes, la: SubspaceLaplace, full: SubspaceLaplace, grid: torch.
     x, mean = grid[:, 0], prediction.mean[:, 0]
     for covariance, color, label in (
         (prediction.total, "#F9DFCC", "lowrank-kfac ± 2 std, total"),
-        (prediction.epistemic, "#EFA16B", "lowrank-kfac ± 2 std, epistemic"),
+        (prediction.covariance, "#EFA16B", "lowrank-kfac ± 2 std, epistemic"),
     ):
         width = 2 * covariance[:, 0, 0].sqrt()
         ax.fill_between(x, mean - width, mean + width, color=color, linewidth=0, label=label)
@@ -87,14 +87,13 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
         task.model,
         task.likelihood,
         dim=largest,
+        complement=Complement("kfac", weight=1.0),
         prior_precision=full.prior_precision,
-        complement="kfac",
-        certified=True,
     ).fit(task.loader)
     figure = Figure(figsize=(12.5, 4.8))
     bands, shares, divergences = figure.subplots(1, 3)
     grid = torch.linspace(-3.5, 3.5, 351, dtype=torch.float64)[:, None]
-    some = la.truncate(min(dim, la.dim))
+    some = la.truncated(min(dim, la.dim))
     lower, upper = (ends[:, 0, 0].sqrt() for ends in some.bounds(grid))
     x = grid[:, 0]
     bands.fill_between(x, lower, upper, color="#F9DFCC", linewidth=0, label="certified bounds")
@@ -102,22 +101,26 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
     bands.plot(x, some.functional_variance(grid)[:, 0].sqrt(), color=BLUE, label="subspace + KFAC outside")
     bands.plot(x, full.functional_variance(grid)[:, 0].sqrt(), label="full Laplace", **FULL)
     bands.set(title=f"standard deviation, s = {some.dim}", xlabel="input x", ylabel="epistemic standard deviation")
-    traces = la.trace(task.drawn)
+    traces = la.leading_traces(task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     dims = torch.arange(1, len(traces) + 1)
     shares.plot(dims, 100 * traces / full_trace, color=RED, linewidth=3, label="captured")
-    shares.plot(dims, 100 * la.captured(task.drawn), color=INK, linestyle="--", label="guaranteed")
+    shares.plot(dims, 100 * la.captured_share(task.drawn), color=INK, linestyle="--", label="guaranteed")
     shares.set(title="share of the full trace", xlabel="dimension s", ylabel="%", xscale="log", ylim=(0, 105))
     reference = predictive(full, task.drawn)
     kfac = SubspaceLaplace(
-        task.model, task.likelihood, dim=0, complement="kfac", prior_precision=full.prior_precision
+        task.model,
+        task.likelihood,
+        projector=None,
+        complement=Complement("kfac", weight=1.0),
+        prior_precision=full.prior_precision,
     ).fit(task.loader)
     for posterior, style in (
         (comparison.posteriors["lowrank-kfac"], {"color": RED, "label": "subspace"}),
         (la, {"color": BLUE, "label": "subspace + KFAC outside"}),
     ):
         chosen = [s for s in task.dims if s < posterior.dim] + [posterior.dim]
-        kl = [divergence(task, reference, predictive(posterior.truncate(s), task.drawn)) for s in chosen]
+        kl = [divergence(task, reference, predictive(posterior.truncated(s), task.drawn)) for s in chosen]
         divergences.plot(chosen, kl, marker="o", markersize=4, **style)
     kfac_kl = divergence(task, reference, predictive(kfac, task.drawn))
     divergences.axhline(kfac_kl, color=GREEN, linestyle="--", label="KFAC Laplace (s = 0)")

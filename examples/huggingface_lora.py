@@ -122,7 +122,7 @@ def compared(
 ) -> dict[str, dict[str, float]]:
     """The scores of the plain model and of its Laplace approximation on new sentences."""
     model, data = adapted(seed, num_base, num_train, epochs)
-    la = SubspaceLaplace(model, "classification", dim=100, prior_precision="marglik", labels_key="topic")
+    la = SubspaceLaplace.paper(model, "classification", dim=100, prior_precision="evidence", labels_key="topic")
     la.fit(batches(data))
     print(f"{la.num_parameters:,} of {num_parameters(model):,} parameters, λ = {la.prior_precision:.2g}")
     test = sentences(["food", "sport", "travel"], num_test, np.random.default_rng(1000 + seed))

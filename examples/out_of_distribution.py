@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from experiments.datasets import image_tensor, images
-from sublaplace import Prediction, SubspaceLaplace, metrics
+from sublaplace import Complement, Prediction, SubspaceLaplace, metrics
 from sublaplace.ood import epistemic_variance, predictive_entropy
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "out_of_distribution.png"
@@ -90,7 +90,13 @@ def all_scores(
     with torch.no_grad():
         result = {PLAIN: tuple(plain_entropy(network(inputs)) for inputs in (familiar, unfamiliar))}
     for name, complement in POSTERIORS.items():
-        la = SubspaceLaplace(network, "classification", dim=dim, prior_precision="marglik", complement=complement)
+        la = SubspaceLaplace(
+            network,
+            "classification",
+            dim=dim,
+            complement=Complement(complement, weight=1.0),
+            prior_precision="evidence",
+        )
         la.fit(DataLoader(train, batch_size=500))
         predictions = [la.predict(inputs) for inputs in (familiar, unfamiliar)]
         result[f"{name}, entropy"] = tuple(map(predictive_entropy, predictions))

@@ -39,7 +39,7 @@ def main() -> None:
     labels = inputs[:, :3].argmax(1)
     model = trained_network(inputs, labels).to(device)
 
-    la = SubspaceLaplace(model, "classification", dim=50)
+    la = SubspaceLaplace.paper(model, "classification", dim=50)
     la.fit(DataLoader(TensorDataset(inputs, labels), batch_size=100))  # the same on every process; no sampler
 
     rank = group.get_rank() if several else 0

@@ -26,7 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sublaplace import metrics
-from sublaplace.sklearn import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor
+from sublaplace.sklearn.estimators import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "sklearn_comparison.md"
 

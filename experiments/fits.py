@@ -15,9 +15,9 @@ from experiments.methods import (
     reduced_posterior,
 )
 from sublaplace import Basis, BlockPrecision, DensePrecision, SubspacePosterior
-from sublaplace.fitting import tuned_prior
+from sublaplace.fitting.survey import survey_of
+from sublaplace.fitting.tuning import tuned_prior
 from sublaplace.projection import Projection
-from sublaplace.survey import survey_of
 
 
 @dataclass

@@ -30,13 +30,14 @@ from sublaplace import (
     SubspacePosterior,
     low_rank,
 )
-from sublaplace.curvature import CurvatureStream, reduced_ggn, reduced_ggn_and_product
-from sublaplace.parameters import Vectors
+from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.subspace_inputs import perturbed, split
+from sublaplace.model.parameters import Vectors
+from sublaplace.posteriors.weighting import nearest
 from sublaplace.projection import Projection
 from sublaplace.projectors.subset import largest
 from sublaplace.projectors.swag import swag_variances
-from sublaplace.subspace_inputs import perturbed, split
-from sublaplace.weighting import nearest
 
 NEEDS_EXACT = ("lowrank-ggn", "lowrank-correction")
 FEASIBLE = tuple(name for name in PROJECTORS if name not in NEEDS_EXACT)

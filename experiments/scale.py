@@ -23,7 +23,7 @@ from experiments.datasets import Dataset
 from experiments.methods import NEEDS_EXACT
 from experiments.networks import ReusedConvolutionCNN
 from experiments.resnets import ResNet18, freeze_norms, resnet9
-from sublaplace import PROJECTORS, ProjectorContext, SubspaceLaplace
+from sublaplace import PROJECTORS, Complement, Drawn, ProjectorContext, SubspaceLaplace
 from sublaplace.projection import Projection
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "scale.csv"
@@ -113,16 +113,16 @@ def measure(case: Case) -> dict[str, object]:
         "classification",
         projector=projector,
         dim=case.dim,
+        complement=Complement(case.complement, weight=1.0),
         prior_precision=case.prior_precision,
-        num_subspace_inputs=case.num_subspace_inputs,
-        complement=case.complement,
+        subspace_inputs=Drawn(case.num_subspace_inputs),
     )
     row = dataclasses.asdict(case) | {"parameters": la.num_parameters, "base_mb": base}
     start = time.perf_counter()
     with contextlib.suppress(_ProjectionBuiltError):
         la.fit(DataLoader(TensorDataset(inputs, targets), 50))
         fitted = time.perf_counter()
-        trace = la.trace(test)
+        trace = la.leading_traces(test)
         la.predict(test)
         row |= {
             "fit_seconds": fitted - start,

@@ -14,8 +14,8 @@ from experiments.methods import Problem, outputs_of
 from experiments.scored_sets import TestSet
 from experiments.sweeps import Sweep
 from sublaplace import Jacobian, metrics
-from sublaplace.jacobians import OuterBlock
-from sublaplace.predictive import probit
+from sublaplace.jacobians.blocks import OuterBlock
+from sublaplace.model.likelihoods.links import probit
 
 Scores = dict[str, float]
 Key = TypeVar("Key")

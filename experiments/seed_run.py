@@ -267,16 +267,15 @@ class SeedRun:
         """
         *_, largest = dims = self.recipe.certified_dims
         projection, cost = self._fits.projection("lowrank-kfac", largest)
-        la = SubspaceLaplace(
+        la = SubspaceLaplace.paper(
             self.problem.network,
             self.problem.dataset.likelihood,
             projector=lambda _: projection,
             dim=largest,
             prior_precision=self.recipe.prior_precision,
-            certified=True,
         ).fit(self.problem.loader)
         inputs = self.draw(test_set).to(self.problem.dtype)
-        shares, traces = la.captured(inputs), la.trace(inputs)
+        shares, traces = la.captured_share(inputs), la.leading_traces(inputs)
         scores = {
             s: {
                 "captured_at_least": float(shares[s - 1]),

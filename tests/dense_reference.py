@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from sublaplace.jacobians.inputs import call_model, num_inputs, select
+from sublaplace.data.batches import num_inputs, select
+from sublaplace.model.calling import call_model
 
 
 def double(value):

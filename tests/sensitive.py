@@ -103,4 +103,4 @@ def batches(n=8, outputs=3, size=3):
 
 
 def fitted(model=None, **options):
-    return SubspaceLaplace(model or sensitive(), "classification", dim=4, **options).fit(batches())
+    return SubspaceLaplace.paper(model or sensitive(), "classification", dim=4, **options).fit(batches())

@@ -99,22 +99,22 @@ def test_a_setting_without_meaning_is_refused(options, exception, words):
 @pytest.mark.parametrize("model", [None, torch.nn.functional.relu, "resnet"], ids=lambda model: type(model).__name__)
 def test_a_model_that_is_no_module_is_refused(model):
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        SubspaceLaplace(model, "classification")
+        SubspaceLaplace.paper(model, "classification")
 
 
 def test_an_integer_of_numpy_is_an_integer():
-    assert SubspaceLaplace(sensitive(), "classification", dim=np.int64(4)).fit(batches()).dim == 4
+    assert SubspaceLaplace.paper(sensitive(), "classification", dim=np.int64(4)).fit(batches()).dim == 4
 
 
 def test_the_noise_of_a_likelihood_object_is_kept():
-    la = SubspaceLaplace(sensitive(), Gaussian(0.5), dim=4).fit(regression_batches())
+    la = SubspaceLaplace.paper(sensitive(), Gaussian(0.5), dim=4).fit(regression_batches())
     assert la.noise_std == 0.5
 
 
 def test_a_likelihood_object_and_its_name_give_the_same_posterior():
     model = sensitive()
     x = data()[0]
-    assert torch.equal(SubspaceLaplace(model, Categorical(), dim=4).fit(batches())(x), fitted(model)(x))
+    assert torch.equal(SubspaceLaplace.paper(model, Categorical(), dim=4).fit(batches())(x), fitted(model)(x))
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -123,20 +123,20 @@ def test_a_likelihood_object_and_its_name_give_the_same_posterior():
 def test_a_model_without_parameters_that_require_grad_is_refused():
     model = sensitive().requires_grad_(False)
     with refused(model, ValueError, "no parameter that requires grad", "requires_grad=True"):
-        SubspaceLaplace(model, "classification")
+        SubspaceLaplace.paper(model, "classification")
 
 
 def test_parameters_of_several_dtypes_are_refused():
     model = sensitive()
     model.head.float()
     with refused(model, ValueError, "dtypes", "float32", "float64", "convert"):
-        SubspaceLaplace(model, "classification")
+        SubspaceLaplace.paper(model, "classification")
 
 
 def test_parameters_on_several_devices_are_refused():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta"))
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move them to one"):
-        SubspaceLaplace(model, "classification")
+        SubspaceLaplace.paper(model, "classification")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -145,12 +145,12 @@ def test_a_parameter_that_is_not_finite_is_named(value):
     with torch.no_grad():
         model.second.weight[1, 2] = value
     with refused(model, ValueError, "second.weight", "NaN or infinity"):
-        SubspaceLaplace(model, "classification")
+        SubspaceLaplace.paper(model, "classification")
 
 
 def test_a_parameter_that_stopped_to_be_finite_before_the_fit_is_named():
     model = sensitive()
-    la = SubspaceLaplace(model, "classification")
+    la = SubspaceLaplace.paper(model, "classification")
     with torch.no_grad():
         model.second.bias[1] = math.nan
     with refused(model, ValueError, "second.bias", "NaN or infinity"):
@@ -163,7 +163,7 @@ def test_a_frozen_parameter_that_is_not_finite_is_named():
         model.first.weight[0, 0] = math.nan
     assert not model.first.weight.requires_grad
     with refused(model, ValueError, "first.weight", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 class Shaped(nn.Module):
@@ -198,14 +198,14 @@ WRONG_OUTPUTS = {
 def test_outputs_that_are_not_a_matrix_are_refused_with_their_shape(change, shape):
     model = shaped(change)
     with refused(model, ValueError, "(3, C)", shape, "wrap"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 def test_a_scalar_output_for_a_single_input_is_refused():
     model = shaped(lambda y: y.squeeze(), outputs=1)
     x, _ = data()
     with refused(model, ValueError, "C)", "wrap"):
-        SubspaceLaplace(model, "regression", dim=4).fit([(x, x[:, :1])])
+        SubspaceLaplace.paper(model, "regression", dim=4).fit([(x, x[:, :1])])
 
 
 class BatchStatistics(nn.Module):
@@ -246,13 +246,13 @@ MIXING = {
 def test_outputs_that_depend_on_other_inputs_of_the_batch_are_refused(build):
     model = build().double()
     with refused(model, ValueError, "depend on the other inputs of its batch"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches(size=4))
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches(size=4))
 
 
 def test_randomness_that_eval_mode_does_not_switch_off_is_refused():
     model = shaped(lambda y: F.dropout(y, 0.5, training=True))
     with refused(model, (ValueError, RuntimeError), "random"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 def test_a_layer_whose_activations_overflow_is_named():
@@ -261,13 +261,13 @@ def test_a_layer_whose_activations_overflow_is_named():
         model.norm.bias.fill_(10.0)  # so that tanh is near one
         model.second.weight.fill_(1e308)
     with refused(model, ValueError, "second.weight", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 def test_nan_from_a_function_without_parameters_is_traced_to_the_next_layer():
     model = shaped(torch.log)
     with refused(model, ValueError, "outputs", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "subset-magnitude", "last-layer", "full"])
@@ -275,7 +275,7 @@ def test_derivatives_that_are_not_finite_are_refused_with_the_parameter(projecto
     torch.manual_seed(0)
     model = InfiniteSlope().double()
     with refused(model, ValueError, "inner.", "Jacobian", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches())
 
 
 def test_derivatives_that_stop_to_be_finite_in_a_later_batch_are_refused():
@@ -286,7 +286,7 @@ def test_derivatives_that_stop_to_be_finite_in_a_later_batch_are_refused():
         model.inner.bias.fill_(0.1)
     x, y = data()
     with refused(model, ValueError, "inner.", "Jacobian", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", dim=4).fit([(x.abs(), y), (-x.abs() - 1, y)])
+        SubspaceLaplace.paper(model, "classification", dim=4).fit([(x.abs(), y), (-x.abs() - 1, y)])
 
 
 def test_last_layer_of_a_network_with_a_frozen_last_layer_is_refused():
@@ -294,7 +294,7 @@ def test_last_layer_of_a_network_with_a_frozen_last_layer_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     model[2].requires_grad_(False)
     with refused(model, ValueError, "last-layer", "require grad"):
-        SubspaceLaplace(model, "classification", projector="last-layer").fit(batches())
+        SubspaceLaplace.paper(model, "classification", projector="last-layer").fit(batches())
 
 
 class Bounded(nn.Module):
@@ -315,7 +315,7 @@ def test_a_parameter_without_elements_does_no_harm():
             self.nothing = nn.Parameter(torch.zeros(0))
 
     model, inputs = Odd(), torch.randn(8, 3)
-    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    la = SubspaceLaplace.paper(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
     assert torch.isfinite(la(inputs)).all()
 
 
@@ -361,7 +361,7 @@ def test_data_that_do_not_fit_are_refused(likelihood, given, words):
         with torch.no_grad():
             model.head.weight.zero_()
             given = [(X, model.head.bias.expand(8, 3).detach() - 1)]
-    la = SubspaceLaplace(model, likelihood, dim=4)
+    la = SubspaceLaplace.paper(model, likelihood, dim=4)
     with refused(model, ValueError, *words):
         la.fit(given)
     with pytest.raises(RuntimeError, match="not fitted"):
@@ -370,15 +370,15 @@ def test_data_that_do_not_fit_are_refused(likelihood, given, words):
 
 def test_a_batch_without_inputs_between_others_changes_nothing():
     model = sensitive()
-    with_empty = SubspaceLaplace(model, "classification", dim=4).fit([(X, Y), (X[:0], Y[:0])])
-    assert torch.equal(with_empty(X), SubspaceLaplace(model, "classification", dim=4).fit([(X, Y)])(X))
+    with_empty = SubspaceLaplace.paper(model, "classification", dim=4).fit([(X, Y), (X[:0], Y[:0])])
+    assert torch.equal(with_empty(X), SubspaceLaplace.paper(model, "classification", dim=4).fit([(X, Y)])(X))
 
 
 def test_a_classifier_with_one_output_is_told_to_have_two():
     model = sensitive(outputs=1)
     for targets in (Y % 2, Y * 0):
         with refused(model, ValueError, "two outputs"):
-            SubspaceLaplace(model, "classification", dim=4).fit([(X, targets)])
+            SubspaceLaplace.paper(model, "classification", dim=4).fit([(X, targets)])
 
 
 NO_LOADERS = {
@@ -393,7 +393,7 @@ NO_LOADERS = {
 def test_what_is_no_loader_is_refused(given, exception, words):
     model = sensitive()
     with refused(model, exception, *words):
-        SubspaceLaplace(model, "classification", dim=4).fit(given)
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(given)
 
 
 class Stream(IterableDataset):
@@ -429,13 +429,13 @@ ONE_SHOT = {
 def test_an_iterator_that_can_be_read_only_once_is_refused(build, projector):
     model = sensitive()
     with refused(model, ValueError, "one-shot", "several times", "DataLoader"):
-        SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(build())
+        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(build())
 
 
 def test_a_data_loader_with_shuffling_is_welcome():
     generator = torch.Generator().manual_seed(0)
     shuffled = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True, generator=generator)
-    found = SubspaceLaplace(sensitive(), "classification", dim=4).fit(shuffled)(X)
+    found = SubspaceLaplace.paper(sensitive(), "classification", dim=4).fit(shuffled)(X)
     assert torch.allclose(found, fitted()(X), rtol=1e-8)
 
 
@@ -446,20 +446,20 @@ NO_INPUTS = {"an empty list": [], "an empty tensor": X[:0]}
 def test_a_subspace_from_no_inputs_is_refused(given):
     model = sensitive()
     with refused(model, ValueError, "subspace_inputs", "empty"):
-        SubspaceLaplace(model, "classification", dim=4, subspace_inputs=given).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4, subspace_inputs=given).fit(batches())
 
 
 def test_subspace_inputs_that_are_not_finite_are_refused():
     model = sensitive()
     with refused(model, ValueError, "inputs", "NaN or infinity"):
-        SubspaceLaplace(model, "classification", dim=4, subspace_inputs=X * math.nan).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4, subspace_inputs=X * math.nan).fit(batches())
 
 
 @pytest.mark.parametrize("where", ["first batch", "later batch", "prediction"])
 def test_infinite_inputs_are_named_though_outputs_are_finite(where):
     model, inputs = Bounded(), torch.randn(8, 3)
     data = [(inputs[:4], torch.arange(4) % 3), (inputs[4:].clone(), torch.arange(4) % 3)]
-    la = SubspaceLaplace(model, "classification", dim=2)
+    la = SubspaceLaplace.paper(model, "classification", dim=2)
     if where == "prediction":
         la.fit(data)
         with refused(model, ValueError, "inputs hold NaN or infinity"):
@@ -475,27 +475,27 @@ def test_infinite_inputs_are_named_though_outputs_are_finite(where):
 
 def test_a_projection_that_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
     model = sensitive()
-    la = SubspaceLaplace(model, "classification", dim=40)
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 1000)
+    la = SubspaceLaplace.paper(model, "classification", dim=40)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 1000)
     with refused(model, MemoryError, "projection", "KiB", "1000 B", "dim", "subset"):
         la.fit(batches())
 
 
 def test_an_exact_posterior_that_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
     model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector="full")
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 4000)
+    la = SubspaceLaplace.paper(model, "classification", projector="full")
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 4000)
     with refused(model, MemoryError, "exact", "KiB", "3.9 KiB", "lowrank-kfac", "full_covariance"):
         la.fit(batches())
 
 
 def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 1000)
-    la = SubspaceLaplace(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 1000)
+    la = SubspaceLaplace.paper(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
     with refused(model, MemoryError, "projection", "truncate"):
-        _ = la.projection
-    assert la.truncate(1).projection.shape == (la.num_parameters, 1)
+        _ = la.projection_matrix()
+    assert la.truncated(1).projection.shape == (la.num_parameters, 1)
 
 
 TOO_LARGE = {
@@ -513,24 +513,24 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkey
     model = sensitive()
     la = fitted(model)
     call, free, words = TOO_LARGE[what]
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: free)
     if what == "the covariance of the subspace inputs":
-        monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)  # the projection would be refused first
+        monkeypatch.setattr("sublaplace.fitting.fit.require", lambda *_: None)  # the projection would be refused first
         free = 10_000
-        monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: free)
+        monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: free)
         monkeypatch.setattr("sublaplace.curvature.kfac.require", lambda *_: None)
     with refused(model, MemoryError, *words):
         call(la)
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 10**9)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 10**9)
     call(la)
 
 
 def test_kronecker_factors_that_do_not_fit_are_refused_with_the_parameter(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.fitting.require", lambda *_: None)
-    monkeypatch.setattr("sublaplace.memory.available_bytes", lambda device: 300)
+    monkeypatch.setattr("sublaplace.fitting.fit.require", lambda *_: None)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 300)
     with refused(model, MemoryError, "Kronecker factors of 'first.bias'", "lowrank-diagonal"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
 
 
 # Use of a posterior ---------------------------------------------------------------------------------------------------
@@ -541,12 +541,12 @@ USES = {
     "functional_covariance": lambda la: la.functional_covariance(X),
     "joint functional_covariance": lambda la: la.functional_covariance(X, joint=True),
     "functional_variance": lambda la: la.functional_variance(X),
-    "trace": lambda la: la.trace(X),
+    "trace": lambda la: la.leading_traces(X),
 }
 NO_DATA = {
-    "projection": lambda la: la.projection,
+    "projection": lambda la: la.projection_matrix(),
     "dim": lambda la: la.dim,
-    "truncate": lambda la: la.truncate(2),
+    "truncate": lambda la: la.truncated(2),
     "with_prior": lambda la: la.with_prior(2.0),
 }
 
@@ -555,7 +555,7 @@ NO_DATA = {
 def test_use_before_the_fit_is_refused(use):
     model = sensitive()
     with refused(model, RuntimeError, "not fitted", "fit(train_loader)"):
-        use(SubspaceLaplace(model, "classification", dim=4))
+        use(SubspaceLaplace.paper(model, "classification", dim=4))
 
 
 def optimizer_step(model):
@@ -655,10 +655,10 @@ def test_truncation_to_more_dimensions_than_there_are_is_refused():
     model = sensitive()
     la = fitted(model)
     with refused(model, ValueError, "truncate", "5", "4"):
-        la.truncate(5)
+        la.truncated(5)
     for dim, exception in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
         with refused(model, exception, "dim"):
-            la.truncate(dim)
+            la.truncated(dim)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, None])
@@ -672,7 +672,7 @@ def test_another_prior_without_meaning_is_refused(value):
 @pytest.mark.parametrize("use", ["projection", "truncate", "trace"])
 def test_the_full_posterior_has_no_subspace_and_says_so(use):
     model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector="full").fit(batches())
+    la = SubspaceLaplace.paper(model, "classification", projector="full").fit(batches())
     with refused(model, ValueError, "full", "no subspace"):
         (NO_DATA | USES)[use](la)
 
@@ -684,12 +684,12 @@ def test_the_full_posterior_has_no_subspace_and_says_so(use):
         (lambda la, x: la.full_covariance(x, tolerance=-1.0), ["tolerance must be positive"]),
         (lambda la, x: la.full_covariance(x, tolerance=float("nan")), ["tolerance must be positive"]),
         (lambda la, x: la.with_prior("marglik"), ["prior_precision must be one positive number"]),
-        (lambda la, x: la.truncate(0), ["truncate to dim=0", "at least one"]),
+        (lambda la, x: la.truncated(0), ["truncate to dim=0", "at least one"]),
     ],
 )
 def test_bad_arguments_of_a_fitted_posterior(call, words):
     model, inputs = Bounded(), torch.randn(8, 3)
-    la = SubspaceLaplace(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
+    la = SubspaceLaplace.paper(model, "classification", dim=2).fit([(inputs, torch.arange(8) % 3)])
     with refused(model, (ValueError, TypeError), *words):
         call(la, inputs)
 
@@ -701,9 +701,11 @@ def test_bad_arguments_of_a_fitted_posterior(call, words):
 def test_a_dim_above_the_numerical_rank_is_lowered_with_a_warning_that_gives_the_rank(projector):
     model = sensitive()
     with untouched(model), pytest.warns(UserWarning, match=r"dim=20 .*numerical rank 6 .*dim=6 is used"):
-        la = SubspaceLaplace(model, "classification", projector=projector, dim=20, subspace_inputs=X[:2]).fit(batches())
+        la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=20, subspace_inputs=X[:2]).fit(
+            batches()
+        )
     assert la.dim == 6
-    P = la.projection
+    P = la.projection_matrix()
     assert P.shape == (la.num_parameters, 6)
     assert torch.allclose(P.T @ P, torch.eye(6).double(), atol=1e-12)
 
@@ -713,11 +715,11 @@ def test_a_dim_above_the_number_of_parameters_is_lowered_with_a_warning(projecto
     model = sensitive()
     p = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with untouched(model), pytest.warns(UserWarning, match=f"dim={p + 1} .*number of parameters.*dim={p}"):
-        la = SubspaceLaplace(model, "classification", projector=projector, dim=p + 1).fit(batches())
+        la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=p + 1).fit(batches())
     assert la.dim == la.num_parameters == p
 
 
 def test_a_network_whose_outputs_do_not_depend_on_its_parameters_is_refused():
     model = shaped(lambda y: 0 * y)
     with refused(model, ValueError, "do not depend", "Jacobian is zero"):
-        SubspaceLaplace(model, "classification", dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())

@@ -15,6 +15,7 @@ from dense_reference import (
     subspace_covariance,
 )
 from networks import make, mlp
+from sublaplace.model.likelihoods.protocol import significant
 from test_curvature import brute_force_kfac, dense_block
 from test_laplace import loader
 from test_prior import same_basis, squared_norm, stationary_prior
@@ -23,10 +24,13 @@ from torch.autograd.functional import hessian
 from torch.distributions import Bernoulli as TorchBernoulli
 
 from sublaplace import PROJECTORS, Basis, Bernoulli, DensePrecision, DualPrecision, Subset, SubspaceLaplace
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
-from sublaplace.jacobians import Linearization
-from sublaplace.jacobians.inputs import select
-from sublaplace.likelihoods import significant
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import select
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.projectors.swag import swag_variances
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -50,7 +54,7 @@ def problem(name="mlp", n=8, dtype=torch.float64):
 
 def fitted(name="mlp", n=12, dtype=torch.float64, **options):
     model, inputs, targets = problem(name, n, dtype)
-    la = SubspaceLaplace(model, "multi-label", **{"dim": 5, "prior_precision": PRIOR} | options)
+    la = SubspaceLaplace.paper(model, "multi-label", **{"dim": 5, "prior_precision": PRIOR} | options)
     return la.fit(loader(inputs, targets, size=6)), inputs, targets
 
 
@@ -110,7 +114,7 @@ def test_cotangents_of_confident_outputs_keep_their_digits(dtype, sign):
 @pytest.mark.parametrize("convert", [torch.Tensor.bool, torch.Tensor.long, torch.Tensor.double, torch.Tensor.float])
 def test_the_log_likelihood_is_torchs_for_targets_of_every_kind(convert):
     outputs, targets = logits(7, 3, scale=20), answers((7, 3))
-    found = Bernoulli().log_likelihood(outputs, convert(targets))
+    found = Bernoulli().log_density(outputs, convert(targets))
     assert found.dtype == torch.float64
     expected = TorchBernoulli(logits=outputs).log_prob(targets.double()).sum(1)
     assert torch.allclose(found, expected, rtol=1e-12, atol=EPS)
@@ -123,7 +127,7 @@ def test_targets_of_one_output_may_be_a_vector():
     likelihood.check_targets(outputs, targets)
     for values in (targets, targets[:, None]):
         expected = TorchBernoulli(logits=outputs[:, 0]).log_prob(targets.double())
-        assert torch.allclose(likelihood.log_likelihood(outputs, values), expected, rtol=1e-12)
+        assert torch.allclose(likelihood.log_density(outputs, values), expected, rtol=1e-12)
         assert torch.equal(
             likelihood.log_predictive(outputs, covariance, values),
             likelihood.log_predictive(outputs, covariance, targets[:, None]),
@@ -132,8 +136,8 @@ def test_targets_of_one_output_may_be_a_vector():
 
 def test_log_likelihoods_of_certain_outputs_do_not_overflow():
     outputs = torch.tensor([[1e4], [-1e4]], dtype=torch.float64)
-    assert Bernoulli().log_likelihood(outputs, torch.tensor([0, 1])).tolist() == [-1e4, -1e4]
-    assert Bernoulli().log_likelihood(outputs, torch.tensor([1, 0])).tolist() == [0, 0]
+    assert Bernoulli().log_density(outputs, torch.tensor([0, 1])).tolist() == [-1e4, -1e4]
+    assert Bernoulli().log_density(outputs, torch.tensor([1, 0])).tolist() == [0, 0]
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def predicted(outputs, covariance, link, samples=1000, seed=0):
 def test_probit_probabilities_are_the_formula_for_each_output_and_near_the_integral():
     outputs, covariance = logits(6, 3), random_covariances(6, 3)
     found = predicted(outputs, covariance, "probit")
-    assert torch.equal(found.mean, outputs) and torch.equal(found.epistemic, covariance) and found.total is None
+    assert torch.equal(found.mean, outputs) and torch.equal(found.covariance, covariance) and found.total is None
     for i in range(6):
         for c in range(3):
             scale = math.sqrt(1 + math.pi * float(covariance[i, c, c]) / 8)
@@ -229,7 +233,7 @@ def test_without_uncertainty_every_link_gives_the_plain_network():
 )
 def test_targets_that_are_no_answers_are_refused(targets, message):
     model, inputs = make("mlp", 8)
-    la = SubspaceLaplace(model, "binary", dim=3)
+    la = SubspaceLaplace.paper(model, "binary", dim=3)
     with pytest.raises(ValueError, match=message):
         la.fit(loader(inputs, targets, size=8))
     with pytest.raises(RuntimeError, match="not fitted"):
@@ -245,14 +249,14 @@ def test_yes_or_no_outputs_have_no_noise():
     model, _ = make("mlp", 1)
     for noise in (0.3, [0.3, 0.4], "per-output"):
         with pytest.raises(ValueError, match="noise_std belongs to likelihood='regression'"):
-            SubspaceLaplace(model, "binary", noise_std=noise)
+            SubspaceLaplace.paper(model, FIXME_Gaussian("binary", noise))
     la, *_ = fitted()
     assert la.noise_std is None
 
 
 def test_classification_with_a_single_output_points_to_the_binary_likelihood():
     with pytest.raises(ValueError, match="likelihood='binary'"):
-        SubspaceLaplace(mlp(outputs=1), "classification").fit(loader(torch.randn(4, 3), torch.zeros(4).long()))
+        SubspaceLaplace.paper(mlp(outputs=1), "classification").fit(loader(torch.randn(4, 3), torch.zeros(4).long()))
 
 
 # Curvature ------------------------------------------------------------------------------------------------------------
@@ -300,7 +304,7 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
     batches = loader(inputs, answers((100, 6)), size=50)
 
     def fit(**options):
-        la = SubspaceLaplace(model, "multi-label", dim=20, **options).fit(batches)
+        la = SubspaceLaplace.paper(model, "multi-label", dim=20, **options).fit(batches)
         return la, la._linearization.passes
 
     (exact, every), (quick, fewer), (default, by_default) = (
@@ -326,8 +330,10 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
 def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
     model, inputs, targets = problem(name, 8, dtype)
     _, new = make(name, 4, dtype, seed=1)
-    la = SubspaceLaplace(model, "multi-label", dim=5, prior_precision=PRIOR).fit(loader(inputs, targets, 6))
-    expected = subspace_covariance(dense_jacobian(model, new), la.projection.double(), precision_matrix(model, inputs))
+    la = SubspaceLaplace.paper(model, "multi-label", dim=5, prior_precision=PRIOR).fit(loader(inputs, targets, 6))
+    expected = subspace_covariance(
+        dense_jacobian(model, new), la.projection_matrix().double(), precision_matrix(model, inputs)
+    )
     assert close(la.functional_covariance(new, joint=True), expected, TOLERANCE[dtype])
     C = la(new).shape[1]
     blocks = torch.stack([expected[i : i + C, i : i + C] for i in range(0, 4 * C, C)])
@@ -338,7 +344,9 @@ def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
 @pytest.mark.parametrize("projector", PROJECTORS)
 def test_every_projector_is_exact_in_its_subspace(projector):
     la, inputs, _ = fitted(projector=projector)
-    expected = subspace_covariance(dense_jacobian(la.model, inputs), la.projection, precision_matrix(la.model, inputs))
+    expected = subspace_covariance(
+        dense_jacobian(la.model, inputs), la.projection_matrix(), precision_matrix(la.model, inputs)
+    )
     found = la.functional_covariance(inputs, joint=True)
     assert (found - expected).abs().max() <= 1e-8 * max(float(expected.abs().max()), 1e-12)
 
@@ -359,7 +367,7 @@ def test_the_full_posterior_and_its_evidence_equal_brute_force(n, form):
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "last-layer"])
 def test_the_evidence_in_a_subspace_equals_brute_force(projector, dtype):
     la, inputs, targets = fitted(projector=projector, dtype=dtype)
-    P, relative = la.projection.double(), {torch.float64: 1e-9, torch.float32: 1e-5}[dtype]
+    P, relative = la.projection_matrix().double(), {torch.float64: 1e-9, torch.float32: 1e-5}[dtype]
     for prior in (1e-3, PRIOR, 50.0):
         expected = float(dense_evidence(la.model, inputs, targets, prior, P))
         assert float(la.log_marginal_likelihood(prior)) == pytest.approx(expected, rel=relative)
@@ -369,7 +377,7 @@ def test_the_evidence_does_not_know_a_noise_and_is_differentiable_in_the_prior()
     la, inputs, targets = fitted()
     prior = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(la.log_marginal_likelihood(prior), prior)
-    (expected,) = torch.autograd.grad(dense_evidence(la.model, inputs, targets, prior, la.projection), prior)
+    (expected,) = torch.autograd.grad(dense_evidence(la.model, inputs, targets, prior, la.projection_matrix()), prior)
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
     assert la.log_marginal_likelihood(0.3, 5.0) == la.log_marginal_likelihood(0.3)
 
@@ -379,7 +387,7 @@ def test_marglik_finds_the_prior_where_the_evidence_is_stationary(projector):
     la, inputs, _ = fitted(projector=projector)
     ggn = ggn_of(la.model, inputs)
     if projector != "full":
-        ggn = la.projection.T @ ggn @ la.projection
+        ggn = la.projection_matrix().T @ ggn @ la.projection_matrix()
     best = stationary_prior(torch.linalg.eigvalsh(ggn).clamp_min(0), squared_norm(la.model))
     assert la.optimize_prior_precision("marglik").prior_precision == pytest.approx(best, rel=1e-5)
 
@@ -395,7 +403,7 @@ def test_validation_finds_the_prior_of_the_least_loss():
     model, inputs, targets = problem(n=30)
     with torch.no_grad():
         model[4].weight *= 30
-    la = SubspaceLaplace(model, "binary", dim=30, prior_precision=PRIOR).fit(loader(inputs, targets, size=30))
+    la = SubspaceLaplace.paper(model, "binary", dim=30, prior_precision=PRIOR).fit(loader(inputs, targets, size=30))
     _, new = make("mlp", 25, seed=7)
     # The answers are far less certain than the network says.
     wanted = torch.bernoulli((dense_outputs(model, new) / 3).sigmoid(), generator=torch.Generator().manual_seed(0))
@@ -429,9 +437,9 @@ def test_swag_follows_the_usual_loss():
 def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace():
     model, inputs, targets = problem(n=20)
     first, second = slice(0, 9), slice(9, 20)
-    la = SubspaceLaplace(model, "binary", dim=5).fit(loader(inputs[first], targets[first]))
-    updated = la.update(loader(inputs[second], targets[second]))
-    both = SubspaceLaplace(model, "binary", projector=same_basis(la), dim=5).fit(loader(inputs, targets, 6))
+    la = SubspaceLaplace.paper(model, "binary", dim=5).fit(loader(inputs[first], targets[first]))
+    updated = la.updated(loader(inputs[second], targets[second]))
+    both = SubspaceLaplace.paper(model, "binary", projector=same_basis(la), dim=5).fit(loader(inputs, targets, 6))
     assert close(updated(inputs), both(inputs), 1e-10)
     assert not close(la(inputs), both(inputs), 1e-3)
     evidence = float(both.log_marginal_likelihood())
@@ -442,7 +450,9 @@ def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace():
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "full"])
 def test_a_loaded_posterior_is_the_same_and_knows_which_labels_do_not_count(projector, ignore_index, tmp_path):
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, Bernoulli(ignore_index), projector=projector, dim=4).fit(loader(inputs, targets, 6))
+    la = SubspaceLaplace.paper(model, Bernoulli(ignore_index), projector=projector, dim=4).fit(
+        loader(inputs, targets, 6)
+    )
     la.save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert torch.equal(loaded(inputs), la(inputs))
@@ -455,7 +465,7 @@ def test_both_names_and_the_object_are_the_same_likelihood():
     posteriors = [fitted()[0]]
     model, inputs, targets = problem(n=12)
     for likelihood in ("binary", Bernoulli()):
-        la = SubspaceLaplace(model, likelihood, dim=5, prior_precision=PRIOR)
+        la = SubspaceLaplace.paper(model, likelihood, dim=5, prior_precision=PRIOR)
         posteriors.append(la.fit(loader(inputs, targets, size=6)))
     for la in posteriors:
         assert torch.equal(la(inputs), posteriors[0](inputs))
@@ -487,7 +497,9 @@ def pair(symmetric, dtype, projector, n=20, scale=1.0, **options):
     both = TwoClasses(single, symmetric)
 
     def fit(model, likelihood):
-        la = SubspaceLaplace(model, likelihood, projector, **{"dim": 6, "prior_precision": PRIOR} | options)
+        la = SubspaceLaplace.paper(
+            model, likelihood, projector=projector, **{"dim": 6, "prior_precision": PRIOR} | options
+        )
         return la.fit(loader(inputs, targets, size=10))
 
     return fit(single, "binary"), fit(both, "classification"), inputs
@@ -569,7 +581,9 @@ def test_outputs_that_share_nothing_have_the_posteriors_of_networks_of_their_own
             return torch.cat([part(x) for part in self.parts], dim=1)
 
     def fit(model, wanted):
-        return SubspaceLaplace(model, "binary", projector="full", prior_precision=PRIOR).fit(loader(inputs, wanted))
+        return SubspaceLaplace.paper(model, "binary", projector="full", prior_precision=PRIOR).fit(
+            loader(inputs, wanted)
+        )
 
     whole = fit(SideBySide(), targets)
     single = [fit(part, targets[:, c]) for c, part in enumerate(parts)]
@@ -586,7 +600,7 @@ def test_a_subset_and_a_basis_of_unit_vectors_have_the_same_posterior():
     units = torch.eye(layout.num_parameters, dtype=torch.float64)[indices]
     both = (Subset(layout, indices, torch.float64), Basis(layout, layout.unflatten(units)))
     first, second = (
-        SubspaceLaplace(model, "binary", projector=lambda _, P=P: P, dim=4).fit(loader(inputs, targets, 6))
+        SubspaceLaplace.paper(model, "binary", projector=lambda _, P=P: P, dim=4).fit(loader(inputs, targets, 6))
         for P in both
     )
     assert close(first(select(inputs, slice(0, 4))), second(select(inputs, slice(0, 4))), 1e-12)

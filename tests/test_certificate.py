@@ -9,9 +9,9 @@ from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
-from sublaplace import Bernoulli, SubspaceLaplace, low_rank
-from sublaplace.predictive import probit, probit_interval, sigmoid_interval
-from sublaplace.subspace_inputs import perturbed
+from sublaplace import Bernoulli, Captured, Complement, Gaussian, Perturbed, SubspaceLaplace, low_rank
+from sublaplace.data.subspace_inputs import perturbed
+from sublaplace.model.likelihoods.links import probit, probit_interval, sigmoid_interval
 
 
 def blocks(joint, count):
@@ -44,8 +44,8 @@ def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(
     la = problem.fit(dim=8)
     last = None
     for dim in range(1, la.dim + 1):
-        lower, upper = la.truncate(dim).bounds(problem.new)
-        Q = la.projection[:, :dim]
+        lower, upper = la.truncated(dim).bounds(problem.new)
+        Q = la.projection_matrix()[:, :dim]
         Y = problem.ggn @ Q
         nystroem = Y @ torch.linalg.pinv(Q.T @ Y) @ Y.T + PRIOR * torch.eye(len(Q)).double()
         expected = blocks(full_covariance(problem.jacobian, nystroem), 4)
@@ -54,7 +54,7 @@ def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(
             scale = float(last.upper.diagonal(dim1=1, dim2=2).sum())
             assert least_eigenvalue(lower - last.lower) >= -1e-9 * scale
             assert least_eigenvalue(last.upper - upper) >= -1e-9 * scale
-        last = la.truncate(dim).bounds(problem.new)
+        last = la.truncated(dim).bounds(problem.new)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,25 +62,25 @@ def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(
 def test_the_captured_share_is_guaranteed_and_grows(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(dim=8, certified=True)
-    shares = la.captured(problem.new)
+    shares = la.captured_share(problem.new)
     full = float(full_covariance(problem.jacobian, problem.precision).trace())
-    true_shares = la.trace(problem.new) / full
+    true_shares = la.leading_traces(problem.new) / full
     assert shares.shape == (la.dim,)
     assert (shares > 0).all() and (shares <= true_shares * (1 + 1e-9)).all()
     assert (shares[1:] >= shares[:-1]).all()
     upper = la.bounds(problem.new).upper.diagonal(dim1=1, dim2=2).sum()
-    assert torch.allclose(shares, la.trace(problem.new) / upper, rtol=1e-9)
+    assert torch.allclose(shares, la.leading_traces(problem.new) / upper, rtol=1e-9)
 
 
 def test_inputs_without_any_gradient_leave_nothing_to_capture():
     """A linear model without a bias: at x = 0 no parameter has an influence."""
     model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)
     x = torch.randn(20, 3, dtype=torch.float64)
-    la = SubspaceLaplace(model, "regression", dim=2, noise_std=0.5).fit([(x, x[:, :2])])
+    la = SubspaceLaplace.paper(model, Gaussian(0.5), dim=2).fit([(x, x[:, :2])])
     zeros = torch.zeros(4, 3, dtype=torch.float64)
     assert float(la.bounds(zeros).upper.abs().max()) == 0
-    assert torch.equal(la.captured(zeros), torch.ones(2, dtype=torch.float64))
-    assert float(la.captured(torch.cat([zeros, x]))[-1]) < 1
+    assert torch.equal(la.captured_share(zeros), torch.ones(2, dtype=torch.float64))
+    assert float(la.captured_share(torch.cat([zeros, x]))[-1]) < 1
 
 
 def test_where_the_subspace_holds_all_of_the_curvature_both_bounds_are_the_full_covariance():
@@ -92,7 +92,7 @@ def test_where_the_subspace_holds_all_of_the_curvature_both_bounds_are_the_full_
     lower, upper = la.bounds(problem.new)
     assert close(lower, full)
     assert close(upper, full, 1e-6)
-    assert float(la.captured(problem.new)[-1]) == pytest.approx(1, abs=1e-6)
+    assert float(la.captured_share(problem.new)[-1]) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +101,7 @@ def test_a_certificate_made_later_equals_one_made_with_the_fit(kind):
     late, early = problem.fit(), problem.fit(certified=True)
     for found, expected in zip(late.bounds(problem.new), early.bounds(problem.new), strict=True):
         assert close(found, expected, 1e-12)
-    assert torch.allclose(late.captured(problem.new), early.captured(problem.new), rtol=1e-12)
+    assert torch.allclose(late.captured_share(problem.new), early.captured_share(problem.new), rtol=1e-12)
 
 
 def test_nothing_is_dropped_for_a_certificate():
@@ -139,12 +139,11 @@ def test_bounds_follow_another_prior_and_tuned_noise():
     assert least_eigenvalue(full - lower) >= -1e-9 * trace
     assert least_eigenvalue(upper - full) >= -1e-9 * trace
     la.optimize_prior_precision(tune_noise=True)
-    late = SubspaceLaplace(
+    late = SubspaceLaplace.paper(
         problem.model,
-        "regression",
+        Gaussian(la.noise_std),
         projector=lambda _: la._subspace().projection,
         dim=5,
-        noise_std=la.noise_std,
         prior_precision=la.prior_precision,
     ).fit(problem.batches)
     for found, expected in zip(la.bounds(problem.new), late.bounds(problem.new), strict=True):
@@ -155,7 +154,7 @@ def test_bounds_after_an_update_are_those_of_all_data():
     problem = Problem("mlp", "classification")
     half = len(problem.batches) // 2
     for certified in (True, False):
-        first = SubspaceLaplace(problem.model, "classification", dim=5, prior_precision=PRIOR, certified=certified).fit(
+        first = SubspaceLaplace.paper(problem.model, "classification", dim=5, prior_precision=PRIOR).fit(
             problem.batches[:half]
         )
         updated = first.update(problem.batches[half:])
@@ -218,7 +217,7 @@ def test_the_ends_of_an_interval_are_the_extremes_of_the_corners(interval):
 def test_yes_no_outputs_have_intervals_as_well():
     model, inputs = make("mlp", 10)
     answers = (dense_outputs(model, inputs) > 0).double()
-    la = SubspaceLaplace(model, Bernoulli(), dim=4).fit(loader(inputs, answers, 5))
+    la = SubspaceLaplace.paper(model, Bernoulli(), dim=4).fit(loader(inputs, answers, 5))
     lower, upper = la.bounds(inputs).probabilities
     found = la(inputs)
     assert (lower <= found + 1e-12).all() and (found <= upper + 1e-12).all()
@@ -235,21 +234,21 @@ def problem_for_auto():
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.8])
 def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_back_inputs(target):
     model, inputs, batches = problem_for_auto()
-    la = SubspaceLaplace(
-        model, "classification", dim="auto", captured=target, max_dim=30, subspace_inputs=inputs, prior_precision=PRIOR
+    la = SubspaceLaplace.paper(
+        model, "classification", dim=Captured(target, at_most=30), prior_precision=PRIOR, subspace_inputs=inputs
     ).fit(batches)
     held_back, kept = inputs[48:], inputs[:48]
-    whole = SubspaceLaplace(
-        model, "classification", dim=30, subspace_inputs=kept, prior_precision=PRIOR, certified=True
-    ).fit(batches)
-    shares = whole.captured(held_back)
+    whole = SubspaceLaplace.paper(model, "classification", dim=30, prior_precision=PRIOR, subspace_inputs=kept).fit(
+        batches
+    )
+    shares = whole.captured_share(held_back)
     expected = int((shares < target).sum()) + 1
     assert 1 <= expected < whole.dim, "the test needs a share that is reached, but not at once"
     assert la.dim == expected
-    assert torch.allclose(la.functional_covariance(inputs), whole.truncate(expected).functional_covariance(inputs))
+    assert torch.allclose(la.functional_covariance(inputs), whole.truncated(expected).functional_covariance(inputs))
     # What was guaranteed when it chose still is: the upper bound is that of all dimensions that were tried.
     assert (
-        float(la.captured(held_back)[-1]) == pytest.approx(float(shares[expected - 1]))
+        float(la.captured_share(held_back)[-1]) == pytest.approx(float(shares[expected - 1]))
         and shares[expected - 1] >= target
     )
     assert torch.allclose(la.bounds(inputs).upper, whole.bounds(inputs).upper)
@@ -257,7 +256,7 @@ def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_bac
 
 def test_auto_warns_where_the_share_is_not_reached():
     model, _, batches = problem_for_auto()
-    la = SubspaceLaplace(model, "classification", dim="auto", captured=0.99, max_dim=3, prior_precision=0.01)
+    la = SubspaceLaplace.paper(model, "classification", dim=Captured(0.99, at_most=3), prior_precision=0.01)
     with pytest.warns(UserWarning, match=r"99%.*3 dimensions guarantee \d+%.*max_dim"):
         la.fit(batches)
     assert la.dim == 3
@@ -265,7 +264,9 @@ def test_auto_warns_where_the_share_is_not_reached():
 
 def test_auto_works_with_a_complement():
     model, inputs, batches = problem_for_auto()
-    la = SubspaceLaplace(model, "classification", dim="auto", captured=0.3, max_dim=20, complement="kfac").fit(batches)
+    la = SubspaceLaplace(
+        model, "classification", dim=Captured(0.3, at_most=20), complement=Complement("kfac", weight=1.0)
+    ).fit(batches)
     assert 0 < la.dim <= 20
     assert la.functional_variance(inputs).min() > 0
 
@@ -286,7 +287,7 @@ def test_auto_works_with_a_complement():
 def test_bad_settings_are_refused(options, message):
     model, _ = make("mlp", 3)
     with pytest.raises((ValueError, TypeError), match=message):
-        SubspaceLaplace(model, "classification", **options)
+        SubspaceLaplace.paper(model, "classification", **options)
 
 
 # Perturbed inputs -----------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def test_perturbed_inputs_are_training_inputs_with_noise_of_the_given_size():
         return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
 
     for options in ({}, {"subspace_inputs": "perturbed", "perturbation": 0.2}):
-        SubspaceLaplace(model, "classification", projector=watching, dim=4, **options).fit(batches)
+        SubspaceLaplace.paper(model, "classification", projector=watching, dim=4, **options).fit(batches)
     plain, noisy = seen
     ratio = (noisy - plain) / plain.std(0, correction=0)
     assert plain.shape == noisy.shape
@@ -319,7 +320,7 @@ def test_perturbed_inputs_stay_in_the_flat_of_the_data():
 
 def test_integers_cannot_be_perturbed():
     model, inputs = make("embedding", 8)
-    la = SubspaceLaplace(model, "classification", dim=3, subspace_inputs="perturbed")
+    la = SubspaceLaplace.paper(model, "classification", dim=3, subspace_inputs=Perturbed())
     with pytest.raises(ValueError, match="integers cannot be perturbed"):
         la.fit(loader(inputs, labels(model, inputs), 4))
 
@@ -338,15 +339,15 @@ def test_bounds_hold_where_the_curvature_is_far_above_the_prior(dtype, most, pri
     inputs = torch.randn(40, 4, generator=generator).double()
     targets = torch.randn(40, 2, generator=generator).double()
     options = {"prior_precision": prior, "noise_std": 0.1}
-    full = SubspaceLaplace(model, "regression", "full", **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
     new = torch.randn(7, 4, generator=generator).double()
     covariance = full.functional_covariance(new)
     scale = covariance.diagonal(dim1=1, dim2=2).sum(1)[:, None]
     rough = copy.deepcopy(model).to(dtype)
     for dim in (20, 80):
-        la = SubspaceLaplace(rough, "regression", dim=dim, **options).fit([(inputs.to(dtype), targets.to(dtype))])
+        la = SubspaceLaplace.paper(rough, "regression", dim=dim, **options).fit([(inputs.to(dtype), targets.to(dtype))])
         lower, upper = la.bounds(new.to(dtype))
         assert (torch.linalg.eigvalsh(covariance - lower.double()) >= -most * scale).all()
         assert (torch.linalg.eigvalsh(upper.double() - covariance) >= -most * scale).all()
-        share = float(la.captured(new.to(dtype))[-1])
-        assert 0 < share <= float(la.trace(new.to(dtype))[-1]) / float(scale.sum()) * (1 + most)
+        share = float(la.captured_share(new.to(dtype))[-1])
+        assert 0 < share <= float(la.leading_traces(new.to(dtype))[-1]) / float(scale.sum()) * (1 + most)

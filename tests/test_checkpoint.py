@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import sublaplace.checkpoint
 import sublaplace.curvature.stream
-from sublaplace import Bernoulli, Gaussian, SavedFileError, SubspaceLaplace, checked_file
+import sublaplace.runtime.checkpoint
+from sublaplace import Bernoulli, Gaussian, Resources, SavedFileError, SubspaceLaplace
+from sublaplace.runtime import files as checked_file
 
 N = 96
 BATCH = 8
@@ -86,8 +87,8 @@ def content(path):
 @pytest.fixture
 def eager_writes(monkeypatch):
     """Everything is put aside at once, so that short fits are cut off between writes."""
-    monkeypatch.setattr(sublaplace.checkpoint, "SECONDS_BETWEEN_WRITES", 0.0)
-    monkeypatch.setattr(sublaplace.checkpoint, "_WRITING_SHARE", float("inf"))
+    monkeypatch.setattr(sublaplace.runtime.checkpoint, "SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr(sublaplace.runtime.checkpoint, "_WRITING_SHARE", float("inf"))
     monkeypatch.setattr(sublaplace.curvature.stream, "_BUFFER", 2 * BATCH)
 
 
@@ -144,7 +145,9 @@ class Stopping:
 def passes_after_a_stop(folder, lives):
     """Backward passes of the whole fit and of the one that goes on after Ctrl-C."""
     loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
-    la = SubspaceLaplace(network().double(), "classification", dim=6, direction_tolerance=0.0)
+    la = SubspaceLaplace.paper(
+        network().double(), "classification", dim=6, resources=Resources(direction_tolerance=0.0)
+    )
     loader = [(x.double(), y) for x, y in loader]
     whole = la.fit(loader)._linearization.passes
     with pytest.raises(KeyboardInterrupt):
@@ -168,8 +171,8 @@ def test_a_stage_that_was_finished_is_skipped(tmp_path, eager_writes):
 
 def test_without_a_kill_a_checkpoint_changes_nothing(tmp_path):
     loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
-    plain = SubspaceLaplace(network(), "classification", dim=6).fit(loader)
-    kept = SubspaceLaplace(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "checkpoint")
+    plain = SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader)
+    kept = SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "checkpoint")
     x = data()[0]
     assert torch.equal(plain.functional_covariance(x), kept.functional_covariance(x))
     assert not list(tmp_path.iterdir())
@@ -181,9 +184,9 @@ def test_inputs_of_different_lengths_go_on_bit_for_bit(tmp_path, eager_writes):
     model = nn.Sequential(nn.Embedding(5, 4), nn.Tanh(), MeanOverPositions(), nn.Linear(4, 3))
     loader = [(torch.randint(0, 5, (24, length)), torch.randint(0, 3, (24,))) for length in (3, 11, 5, 40, 2, 7)]
     options = {"dim": 4, "memory_budget": 10_000, "subspace_inputs": loader[0][0], "projector": "lowrank-kfac"}
-    expected = SubspaceLaplace(model, "classification", **options).fit(loader).projection
+    expected = SubspaceLaplace.paper(model, "classification", **options).fit(loader).projection
     for stop in range(14, 26, 2):
-        la = SubspaceLaplace(model, "classification", **options)
+        la = SubspaceLaplace.paper(model, "classification", **options)
         with pytest.raises(KeyboardInterrupt):
             la.fit(Stopping(loader, stop), checkpoint=tmp_path / str(stop))
         assert torch.equal(la.fit(loader, checkpoint=tmp_path / str(stop)).projection, expected), stop
@@ -212,20 +215,22 @@ class Reordered:
 def test_a_shuffling_loader_is_refused_at_once(tmp_path):
     loader = DataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True)
     with pytest.raises(ValueError, match=r"same order.*shuffle=False"):
-        SubspaceLaplace(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_loader_that_changes_its_order_in_secret_is_refused(tmp_path):
     loader = Reordered(list(DataLoader(TensorDataset(*data()), batch_size=BATCH)))
     with pytest.raises(ValueError, match="same order"):
-        SubspaceLaplace(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
 
 
 def stopped(folder, **options):
     loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
     with pytest.raises(KeyboardInterrupt):
-        SubspaceLaplace(network(), "classification", dim=6, **options).fit(Stopping(loader, 45), checkpoint=folder)
+        SubspaceLaplace.paper(network(), "classification", dim=6, **options).fit(
+            Stopping(loader, 45), checkpoint=folder
+        )
     return loader
 
 
@@ -253,7 +258,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     with torch.no_grad():
         other[0].bias[0] += 1e-3
     with pytest.raises(SavedFileError, match="model"):
-        SubspaceLaplace(other, "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(other, "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
 
 
 @pytest.mark.parametrize("what", ["inputs", "targets", "subspace inputs"])
@@ -269,7 +274,7 @@ def test_other_data_are_refused(what, tmp_path):
         given = {"subspace_inputs": inputs[:8]}
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
     with pytest.raises(ValueError, match="other data"):
-        SubspaceLaplace(network(), "classification", dim=6, **given).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(network(), "classification", dim=6, **given).fit(loader, checkpoint=tmp_path / "c")
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -279,7 +284,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     altered[-1] ^= 1
     path.write_bytes(bytes(altered))
     with pytest.raises(SavedFileError, match="altered or cut short"):
-        SubspaceLaplace(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
 
 
 def test_a_folder_or_file_that_is_no_checkpoint_is_left_alone(tmp_path):
@@ -288,5 +293,5 @@ def test_a_folder_or_file_that_is_no_checkpoint_is_left_alone(tmp_path):
     loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
     for place, word in ((tmp_path / "thesis", "not empty"), (tmp_path / "thesis" / "chapter.txt", "is a file")):
         with pytest.raises(SavedFileError, match=word):
-            SubspaceLaplace(network(), "classification", dim=6).fit(loader, checkpoint=place)
+            SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=place)
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "precious"

@@ -34,7 +34,7 @@ def test_the_classification_example():
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 3))
     model = trained(model, train_loader, nn.CrossEntropyLoss(), steps=40)
 
-    la = SubspaceLaplace(model, "classification", dim=30)
+    la = SubspaceLaplace.paper(model, "classification", dim=30)
     la.fit(train_loader)
     la.optimize_prior_precision(method="validation", val_loader=val_loader)
     pred = la(x[80:], link="probit")
@@ -57,7 +57,7 @@ def test_the_regression_example():
     x_test = torch.linspace(-5, 13, 50)[:, None]
     model = trained(nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)), train_loader, nn.MSELoss())
 
-    la = SubspaceLaplace(model, "regression", projector="full")
+    la = SubspaceLaplace.paper(model, "regression", projector="full")
     la.fit(train_loader)
     log_prior, log_sigma = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     hyper_optimizer = torch.optim.Adam([log_prior, log_sigma], lr=1e-1)

@@ -6,8 +6,8 @@ from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covar
 from networks import NETWORKS, make
 from test_laplace import labels, loader
 
-from sublaplace import Subset, SubspaceLaplace
-from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace import Complement, Gaussian, Subset, SubspaceLaplace
+from sublaplace.data.batches import num_inputs, select
 
 PRIOR, NOISE = 0.7, 0.4
 KINDS = ["classification", "regression"]
@@ -69,7 +69,7 @@ def close(found, expected, tolerance=1e-8):
 def test_the_covariance_is_that_of_the_formula(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(complement="kfac")
-    expected = dense_complemented(problem, la.projection, dense_outside(problem, "kfac"))
+    expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     joint = problem.jacobian @ expected @ problem.jacobian.T
     assert close(problem.covariance(la), joint)
     n, C = la.functional_variance(problem.new).shape
@@ -83,7 +83,7 @@ def test_the_covariance_is_that_of_the_formula(name, kind):
 def test_every_projector_takes_every_complement(projector, complement):
     problem = Problem("mlp", "classification")
     la = problem.fit(projector=projector, complement=complement)
-    expected = dense_complemented(problem, la.projection, dense_outside(problem, complement))
+    expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, complement))
     assert close(problem.covariance(la), problem.jacobian @ expected @ problem.jacobian.T)
 
 
@@ -92,7 +92,7 @@ def test_it_is_exact_where_it_was_measured(name):
     """Ψ̃ΛQ = Q, through the library's own B and Q: the covariance of (ΛQ)ᵀθ with θ is Q."""
     problem = Problem(name, "regression")
     la = problem.fit(complement="kfac")
-    posterior, Q = la._posterior, la.projection
+    posterior, Q = la._posterior, la.projection_matrix()
     # Ψ̃ΛQ = Q + (I − Π) Ψ_K (I − Π)ᵀ ΛQ, and (I − Π)ᵀΛQ = ΛQ − ΛQ A⁻¹ QᵀΛQ, which must vanish.
     layout = la._layout
     measured = (problem.precision @ Q).T
@@ -141,7 +141,7 @@ def test_a_subspace_that_holds_all_that_matters_leaves_nothing_to_the_complement
 def test_it_lies_above_the_subspace_and_is_positive_definite(kind):
     problem = Problem("paper-cnn", kind)
     la = problem.fit(complement="kfac")
-    psi = dense_complemented(problem, la.projection, dense_outside(problem, "kfac"))
+    psi = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     assert torch.linalg.eigvalsh(psi).min() > 0
     difference = problem.covariance(la) - problem.covariance(problem.fit())
     assert torch.linalg.eigvalsh(difference).min() >= -1e-12 * difference.abs().max()
@@ -154,7 +154,7 @@ def test_truncation_and_another_prior_equal_a_fit_with_them(kind):
     P = la._subspace().projection
     for dim in (1, 4):
         again = problem.fit(projector=lambda _, d=dim: P.leading(d), dim=dim, complement="kfac")
-        assert close(problem.covariance(la.truncate(dim)), problem.covariance(again))
+        assert close(problem.covariance(la.truncated(dim)), problem.covariance(again))
     again = problem.fit(projector=lambda _: P, dim=6, complement="kfac", prior_precision=5.0)
     assert close(problem.covariance(la.with_prior(5.0)), problem.covariance(again))
     assert close(problem.covariance(la.with_prior(5.0).with_prior(PRIOR)), problem.covariance(la))
@@ -166,7 +166,7 @@ def test_the_evidence_has_the_determinant_of_the_whole_posterior(kind):
     la = problem.fit(complement="kfac")
     p = len(problem.ggn)
     for prior in (0.2, PRIOR, 4.0):
-        psi = dense_complemented(problem, la.projection, dense_outside(problem, "kfac", prior), prior)
+        psi = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac", prior), prior)
         occam = 0.5 * (p * torch.log(torch.tensor(prior).double()) + torch.logdet(psi))
         full = problem.fit(projector="full")
         full_occam = 0.5 * (
@@ -187,12 +187,11 @@ def test_tuning_the_noise_equals_a_fit_with_it():
     la.optimize_prior_precision(tune_noise=True)
     again = SubspaceLaplace(
         problem.model,
-        "regression",
+        Gaussian(la.noise_std),
         projector=lambda _: P,
         dim=5,
-        complement="kfac",
+        complement=Complement("kfac", weight=1.0),
         prior_precision=la.prior_precision,
-        noise_std=la.noise_std,
     ).fit(problem.batches)
     assert close(problem.covariance(la), problem.covariance(again))
     assert float(la.log_marginal_likelihood()) == pytest.approx(float(again.log_marginal_likelihood()), rel=1e-9)
@@ -204,7 +203,7 @@ def test_samples_have_the_covariance_of_the_posterior(name):
     problem = Problem(name, "classification")
     la = problem.fit(complement="kfac")
     root = la._posterior.sample(lambda width: torch.eye(width, dtype=torch.float64))
-    expected = dense_complemented(problem, la.projection, dense_outside(problem, "kfac"))
+    expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     assert close(root.T @ root, expected)
     assert la.sample(3).shape == (3, len(problem.ggn))
     assert la.functional_samples(problem.new, 2).shape[0] == 2

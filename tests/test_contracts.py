@@ -14,8 +14,11 @@ from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
 from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, isotropic_precision, low_rank
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn
-from sublaplace.jacobians import Jacobians, Linearization
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.linearization import Jacobians, Linearization
 from sublaplace.projection import Basis, Subset
 
 PRIOR = 0.7
@@ -217,7 +220,7 @@ SUBSETS = [name for name in PROJECTORS if name.startswith("subset")]
 
 def fit(name, projector, dim=6, dtype=torch.float64, **options):
     model, inputs = make(name, 8, dtype)
-    la = SubspaceLaplace(model, "classification", projector, dim, PRIOR, **options)
+    la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=dim, prior_precision=PRIOR, **options)
     return la.fit(loader(inputs, labels(model, inputs))), inputs
 
 
@@ -229,7 +232,7 @@ def test_every_projector_belongs_to_a_family():
 @pytest.mark.parametrize("network", ["paper-cnn", "embedding"])
 def test_every_projection_has_orthonormal_columns(network, projector, dtype):
     la, _ = fit(network, projector, dtype=dtype)
-    P = la.projection
+    P = la.projection_matrix()
     assert P.dtype == dtype
     assert P.shape == (la.num_parameters, la.dim)
     tolerance = 100 * torch.finfo(dtype).eps
@@ -243,7 +246,7 @@ def test_every_projection_has_orthonormal_columns(network, projector, dtype):
 def test_a_truncated_projector_equals_one_that_was_fitted_smaller(network, projector):
     large, inputs = fit(network, projector, dim=6)
     small, _ = fit(network, projector, dim=3)
-    found, expected = (la.functional_covariance(inputs, joint=True) for la in (large.truncate(3), small))
+    found, expected = (la.functional_covariance(inputs, joint=True) for la in (large.truncated(3), small))
     assert close(found, expected, 1e-8)
     P, Q = large.projection[:, :3], small.projection
     assert torch.allclose(torch.linalg.svdvals(P.T @ Q), torch.ones(3).double(), atol=1e-8)
@@ -259,7 +262,7 @@ def test_a_subset_is_stored_as_its_indices(projector):
     assert len(projection.indices.unique()) == la.dim
     expected = torch.zeros(la.num_parameters, la.dim, dtype=torch.float64)
     expected[projection.indices, torch.arange(la.dim)] = 1
-    assert torch.equal(la.projection, expected)
+    assert torch.equal(la.projection_matrix(), expected)
 
 
 @pytest.mark.parametrize("projector", LOW_RANK)
@@ -291,7 +294,7 @@ def test_every_projector_leaves_the_model_untouched(projector):
     model.train()
     batches = loader(inputs, labels(model, inputs))
     with untouched(model):
-        SubspaceLaplace(model, "classification", projector, 4).fit(batches)
+        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches)
 
 
 def test_subset_magnitude_takes_the_largest_parameters():
@@ -307,10 +310,12 @@ def test_subset_diagonal_takes_dead_parameters_first_by_lowest_index():
         model[2].bias[3] = -1.0  # a ReLU that is never on
     dead = (dense_jacobian(model, inputs).abs().sum(0) == 0).nonzero().squeeze(1).tolist()
     assert len(dead) >= 9  # its 6 weights and bias, and 2 weights behind it
-    la = SubspaceLaplace(model, "classification", "subset-diagonal", len(dead) + 1, PRIOR)
+    la = SubspaceLaplace.paper(
+        model, "classification", projector="subset-diagonal", dim=len(dead) + 1, prior_precision=PRIOR
+    )
     la.fit(loader(inputs, labels(model, inputs)))
     assert la._subspace().projection.indices[:-1].tolist() == dead
-    assert not la.truncate(len(dead)).functional_variance(inputs).any()
+    assert not la.truncated(len(dead)).functional_variance(inputs).any()
     assert la.functional_variance(inputs).any()
 
 
@@ -321,7 +326,7 @@ def test_a_projector_of_the_user_is_a_function():
         return Subset(context.linearization.layout, torch.arange(context.dim), context.linearization.dtype)
 
     la, _ = fit("mlp", first_parameters, dim=5)
-    assert torch.equal(la.projection, torch.eye(la.num_parameters, 5).double())
+    assert torch.equal(la.projection_matrix(), torch.eye(la.num_parameters, 5).double())
 
 
 # Likelihoods ----------------------------------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ def test_the_root_gives_the_hessian_of_the_negative_log_likelihood(likelihood_ca
     likelihood, targets_like, _ = likelihood_case
     outputs = some_outputs(C)
     targets = targets_like(outputs)
-    R = likelihood.cotangents(outputs)
+    R = likelihood.hessian_root(outputs)
     assert R.shape[0] == 5 and R.shape[2] == C
     found = likelihood.curvature_scales[0] * R.transpose(1, 2) @ R
     for i in range(5):
@@ -377,7 +382,7 @@ def test_log_likelihood_is_that_of_torch(likelihood_case, C, dtype):
     likelihood, targets_like, distribution = likelihood_case
     outputs = some_outputs(C).to(dtype)
     targets = targets_like(outputs)
-    found = likelihood.log_likelihood(outputs, targets)
+    found = likelihood.log_density(outputs, targets)
     expected = distribution(outputs.double()).log_prob(targets)
     expected = expected.sum(1) if expected.ndim == 2 else expected
     assert found.dtype == torch.float64
@@ -399,7 +404,7 @@ def test_every_likelihood_fits_through_the_facade(likelihood_case):
     likelihood, targets_like, _ = likelihood_case
     model, inputs = make("mlp", 8)
     outputs = dense_outputs(model, inputs)
-    la = SubspaceLaplace(model, likelihood, dim=4).fit(loader(inputs, targets_like(outputs)))
+    la = SubspaceLaplace.paper(model, likelihood, dim=4).fit(loader(inputs, targets_like(outputs)))
     prediction = la.predict(inputs)
     assert torch.allclose(prediction.mean, outputs)
     assert (prediction.probabilities is None) == (likelihood.kind == "regression")

@@ -10,8 +10,8 @@ from scipy.linalg import eigh
 from test_complement import KINDS, NOISE, Problem, close, dense_outside
 from test_laplace import loader
 
-from sublaplace import SubspaceLaplace
-from sublaplace.jacobians.inputs import select
+from sublaplace import Gaussian, SubspaceLaplace
+from sublaplace.data.batches import select
 
 DIM = 5
 
@@ -77,7 +77,7 @@ def test_where_kfac_is_right_the_variance_decides():
     model = torch.nn.Linear(4, 1, bias=False).double()
     options = {"noise_std": 0.5, "prior_precision": 1.0, "dim": 3, "complement": "kfac"}
     batches = loader(inputs, model(inputs).detach() + torch.randn(30, 1).double(), 10)
-    la = SubspaceLaplace(model, "regression", projector="lowrank-correction", **options).fit(batches)
-    full = SubspaceLaplace(model, "regression", projector="full", noise_std=0.5, prior_precision=1.0).fit(batches)
+    la = SubspaceLaplace.paper(model, "regression", projector="lowrank-correction", **options).fit(batches)
+    full = SubspaceLaplace.paper(model, Gaussian(0.5), projector="full", prior_precision=1.0).fit(batches)
     assert la.dim == 3
     assert close(la.functional_covariance(inputs), full.functional_covariance(inputs))

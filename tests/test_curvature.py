@@ -14,13 +14,17 @@ from test_jacobians import NotDifferentiable
 from test_laplace import labels, loader
 from torch import nn
 
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
-from sublaplace.curvature.kfac import trace_ratios
-from sublaplace.jacobians import Linearization
-from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.likelihoods import Categorical, Gaussian
-from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart
-from sublaplace.precision import DensePrecision, DualPrecision
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
+from sublaplace.curvature.kfac import kronecker_ggn, trace_ratios
+from sublaplace.curvature.operators import DensePart, DiagonalPart, KroneckerPart
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import num_inputs, select
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian
 from sublaplace.projection import Basis, Subset
 from sublaplace.projectors.swag import swag_variances
 
@@ -170,8 +174,8 @@ def test_exact_ggn_is_dense_where_rows_are_many_and_dual_where_they_are_few(name
 @pytest.mark.parametrize("wide", [1, 10**6], ids=["outer products", "rows"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exact_ggn_is_whole_where_it_has_several_panels_and_outer_products(name, wide, monkeypatch):
-    monkeypatch.setattr("sublaplace.curvature.ggn._PANEL", 7)
-    monkeypatch.setattr("sublaplace.curvature.ggn._WIDE", wide)
+    monkeypatch.setattr("sublaplace.curvature.exact._PANEL", 7)
+    monkeypatch.setattr("sublaplace.curvature.exact._WIDE", wide)
     model, inputs = make(name, 5)
     assert close(exact_ggn(stream(model, inputs), 10**6, PRIOR).ggn, ggn_of(model, inputs))
 

@@ -14,8 +14,8 @@ from torch import distributed as group
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from sublaplace import SubspaceLaplace
-from sublaplace.distributed import Ranks, Share
+from sublaplace import Gaussian, SubspaceLaplace
+from sublaplace.runtime.distributed import Ranks, Share
 
 COUNT = 23  # inputs, in batches of 2: ranks do not get equally many
 
@@ -45,16 +45,16 @@ SETTINGS = {
 def results(settings):
     """What a fit with these settings gives, in this process or this group."""
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, "classification", **settings).fit(data_of(inputs, targets))
+    la = SubspaceLaplace.paper(model, "classification", **settings).fit(data_of(inputs, targets))
     found = {
         "covariance": la.functional_covariance(inputs[:5]),
         "evidence": la.log_marginal_likelihood().detach(),
         "prior": torch.tensor(la.prior_precision),
     }
     if "projector" in settings and settings["projector"].startswith("lowrank") and "complement" not in settings:
-        found["captured"] = la.captured(inputs[:5])
-        found["projector"] = la.projection @ la.projection.T
-        found["updated"] = la.update(data_of(inputs[:9] + 0.1, targets[:9])).functional_covariance(inputs[:5])
+        found["captured"] = la.captured_share(inputs[:5])
+        found["projector"] = la.projection_matrix() @ la.projection_matrix().T
+        found["updated"] = la.updated(data_of(inputs[:9] + 0.1, targets[:9])).functional_covariance(inputs[:5])
     return found
 
 
@@ -107,7 +107,7 @@ def test_every_rank_gets_the_posterior_of_a_single_process(name, size, tmp_path)
 def regression_with_estimated_noise():
     model, inputs = make("mlp", COUNT)
     targets = torch.sin(inputs[:, :2]).double()
-    la = SubspaceLaplace(model, "regression", dim=4, noise_std="per-output").fit(data_of(inputs, targets))
+    la = SubspaceLaplace.paper(model, Gaussian("per-output"), dim=4).fit(data_of(inputs, targets))
     return torch.tensor(la.noise_std), la.functional_covariance(inputs)
 
 
@@ -136,7 +136,7 @@ class Watched(Dataset):
 def items_read():
     model, inputs, targets = problem("mlp")
     watched = Watched(inputs, targets)
-    SubspaceLaplace(model, "classification", dim=4).fit(DataLoader(watched, batch_size=3))
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(DataLoader(watched, batch_size=3))
     return watched.read
 
 
@@ -157,7 +157,7 @@ class Mappings(Watched):
 def fit_of_mappings():
     model, inputs, targets = problem("mlp")
     watched = Mappings(inputs, targets)
-    la = SubspaceLaplace(
+    la = SubspaceLaplace.paper(
         model, "classification", dim=4, labels_key="kind", forward=lambda network, batch: network(batch["x"])
     )
     return la.fit(DataLoader(watched, batch_size=3)).functional_covariance({"x": inputs}), watched.read
@@ -175,7 +175,7 @@ def test_mappings_with_labels_under_another_key_are_shared_out_as_well(tmp_path)
 def fit_of_a_list():
     model, inputs, targets = problem("mlp")
     batches = list(zip(inputs.split(4), targets.split(4), strict=True))
-    return SubspaceLaplace(model, "classification", dim=4).fit(batches).functional_covariance(inputs)
+    return SubspaceLaplace.paper(model, "classification", dim=4).fit(batches).functional_covariance(inputs)
 
 
 def test_a_list_of_batches_is_shared_out_as_well(tmp_path):
@@ -208,7 +208,7 @@ def fit_until_killed():
     model, inputs, targets = problem("mlp")
     start = time.monotonic()
     try:
-        SubspaceLaplace(model, "classification", dim=4).fit(DataLoader(Deadly(inputs, targets, 2), batch_size=2))
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(DataLoader(Deadly(inputs, targets, 2), batch_size=2))
     except RuntimeError as error:
         return str(error), time.monotonic() - start
     return "no error", 0.0
@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(size, tmp_path):
 
 def fit_with(loader_of):
     model, inputs, targets = problem("mlp")
-    SubspaceLaplace(model, "classification", dim=4).fit(loader_of(TensorDataset(inputs, targets)))
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(loader_of(TensorDataset(inputs, targets)))
 
 
 def shuffling(data):
@@ -252,7 +252,7 @@ def test_loaders_that_cannot_be_shared_out_are_refused(loader_of, words, tmp_pat
 
 def fit_with_checkpoint(folder):
     model, inputs, targets = problem("mlp")
-    SubspaceLaplace(model, "classification", dim=4).fit(data_of(inputs, targets), checkpoint=folder)
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets), checkpoint=folder)
 
 
 def test_a_checkpoint_in_a_group_is_refused(tmp_path):
@@ -262,7 +262,7 @@ def test_a_checkpoint_in_a_group_is_refused(tmp_path):
 
 def bounds_after_the_group():
     model, inputs, targets = problem("mlp")
-    la = SubspaceLaplace(model, "classification", dim=4).fit(data_of(inputs, targets))
+    la = SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets))
     group.destroy_process_group()
     la(inputs)  # predictions need nobody else
     la.bounds(inputs)

@@ -29,11 +29,11 @@ def test_a_half_precision_model_gives_what_its_float32_copy_gives(dtype):
     model = network(dtype)
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(UserWarning, match=f"{dtype} parameters.*float32 copy"):
-        la = SubspaceLaplace(model, "classification", dim=5).fit(loader)
+        la = SubspaceLaplace.paper(model, "classification", dim=5).fit(loader)
     full_loader = [(x.float(), y) for x, y in loader]
-    expected = SubspaceLaplace(copy.deepcopy(model).float(), "classification", dim=5).fit(full_loader)
+    expected = SubspaceLaplace.paper(copy.deepcopy(model).float(), "classification", dim=5).fit(full_loader)
     assert torch.equal(la(inputs), expected(inputs.float()))
-    assert la.predict(inputs).mean.dtype == la.projection.dtype == la.sample(2).dtype == torch.float32
+    assert la.predict(inputs).mean.dtype == la.projection_matrix().dtype == la.sample(2).dtype == torch.float32
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.dtype == dtype and p.requires_grad for p in model.parameters())
 
@@ -43,7 +43,7 @@ def test_a_half_precision_model_is_saved_and_loaded(projector, tmp_path):
     inputs, loader = problem(torch.float16)
     model = network(torch.float16)
     with pytest.warns(UserWarning, match="float32 copy"):
-        la = SubspaceLaplace(model, "classification", projector=projector, dim=5).fit(loader)
+        la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=5).fit(loader)
     la.save(tmp_path / "saved")
     with pytest.warns(UserWarning, match="float32 copy"):
         loaded = SubspaceLaplace.load(tmp_path / "saved", model)
@@ -62,7 +62,7 @@ def test_frozen_half_precision_layers_under_float32_ones_are_left_as_they_are(re
             return self.head(self.body(x.half()).float().tanh())
 
     inputs, loader = problem(torch.float32)
-    la = SubspaceLaplace(Mixed(), "classification", dim=5).fit(loader)
+    la = SubspaceLaplace.paper(Mixed(), "classification", dim=5).fit(loader)
     assert la.num_parameters == 6 * 3 + 3
     assert la(inputs).dtype == torch.float32
     assert not [w for w in recwarn if "float32 copy" in str(w.message)]

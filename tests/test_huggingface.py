@@ -72,7 +72,7 @@ def padded(inputs: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tens
 
 
 def fitted(model, inputs, **options) -> SubspaceLaplace:
-    la = SubspaceLaplace(model, "classification", dim=5, prior_precision=PRIOR, **options)
+    la = SubspaceLaplace.paper(model, "classification", dim=5, prior_precision=PRIOR, **options)
     return la.fit(loader(inputs, labels(model, inputs)))
 
 
@@ -85,7 +85,7 @@ def test_jacobian_and_covariance_equal_brute_force(build):
     assert close(linearization.jacobian(new).dense_rows(), expected, 1e-10)
     assert linearization.unusual_parameters() == {}
     la = fitted(model, inputs)
-    covariance = subspace_covariance(expected, la.projection, precision_matrix(model, inputs))
+    covariance = subspace_covariance(expected, la.projection_matrix(), precision_matrix(model, inputs))
     assert close(la.functional_covariance(new, joint=True), covariance, 1e-8)
 
 
@@ -97,7 +97,7 @@ def test_only_the_adapters_count(build, count):
     inputs = batch(6)
     la = fitted(model, inputs)
     assert la.num_parameters == count
-    assert la.projection.shape == (count, 5)
+    assert la.projection_matrix().shape == (count, 5)
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
     assert all("lora_" in name for name, required in flags.items() if required)
 
@@ -130,9 +130,9 @@ def test_labels_may_lie_under_any_key():
     def named(key: str) -> list[dict[str, torch.Tensor]]:
         return [part | {key: found} for part, found in loader(inputs, targets)]
 
-    usual = SubspaceLaplace(model, "classification", dim=5, prior_precision=PRIOR).fit(named("labels"))
-    la = SubspaceLaplace(
-        model, "classification", dim=5, prior_precision=PRIOR, labels_key="topic", subspace_inputs=named("topic")
+    usual = SubspaceLaplace.paper(model, "classification", dim=5, prior_precision=PRIOR).fit(named("labels"))
+    la = SubspaceLaplace.paper(
+        model, "classification", dim=5, prior_precision=PRIOR, subspace_inputs=named("topic"), labels_key="topic"
     ).fit(named("topic"))
     assert torch.equal(usual(new), expected(new))
     assert close(la(new), expected(new), 1e-12)
@@ -145,7 +145,7 @@ def test_labels_may_lie_under_any_key():
     better = la.optimize_prior_precision("validation", val_loader=named("topic"))
     assert better.prior_precision != PRIOR
     assert close(
-        la.update(named("topic")).trace(new),
+        la.updated(named("topic")).trace(new),
         expected.optimize_prior_precision("validation", val_loader=loader(inputs, targets))
         .update(loader(inputs, targets))
         .trace(new),
@@ -156,7 +156,9 @@ def test_labels_may_lie_under_any_key():
 def test_a_batch_without_the_named_key_is_refused_with_what_it_has():
     model = made(bert)
     with pytest.raises(ValueError, match=r"'attention_mask', 'input_ids'.*labels_key"):
-        SubspaceLaplace(model, "classification", dim=5, labels_key="topic").fit([batch(6) | {"label": torch.arange(6)}])
+        SubspaceLaplace.paper(model, "classification", dim=5, labels_key="topic").fit(
+            [batch(6) | {"label": torch.arange(6)}]
+        )
 
 
 def test_a_classification_head_trained_beside_the_adapters_counts_as_well():
@@ -168,6 +170,8 @@ def test_a_classification_head_trained_beside_the_adapters_counts_as_well():
     inputs = batch(6)
     la = fitted(model, inputs)
     assert la.num_parameters == 2 * 2 * 2 * (8 + 8) + 3 * 8 + 3
-    expected = subspace_covariance(dense_jacobian(model, inputs), la.projection, precision_matrix(model, inputs))
+    expected = subspace_covariance(
+        dense_jacobian(model, inputs), la.projection_matrix(), precision_matrix(model, inputs)
+    )
     assert close(la.functional_covariance(inputs, joint=True), expected, 1e-8)
     assert close(la.predict(inputs).mean, dense_outputs(model, inputs), 1e-12)

@@ -7,8 +7,8 @@ from dense_reference import dense_jacobian
 from networks import NETWORKS, make
 from torch import nn
 
-from sublaplace.jacobians import Linearization, OuterBlock
-from sublaplace.jacobians.blocks import RowBlock
+from sublaplace.jacobians.blocks import OuterBlock, RowBlock
+from sublaplace.jacobians.linearization import Linearization
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 

@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 from dense_reference import softmax_hessians
+from sublaplace.model.likelihoods.protocol import significant
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian, significant
-from sublaplace.predictive import probit
+from sublaplace.model.likelihoods.bernoulli import Bernoulli
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian
+from sublaplace.model.likelihoods.links import probit
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -75,11 +78,11 @@ def test_log_likelihood_of_a_label_without_probability_is_finite_and_very_small(
 
 def test_labels_of_any_integer_dtype_are_labels():
     outputs = logits(3, n=3)
-    expected = Categorical().log_likelihood(outputs, torch.tensor([0, 1, 2]))
+    expected = Categorical().log_density(outputs, torch.tensor([0, 1, 2]))
     for dtype in (torch.uint8, torch.int32, torch.int16):
         targets = torch.tensor([0, 1, 2], dtype=dtype)
         Categorical().check_targets(outputs, targets)
-        assert torch.equal(Categorical().log_likelihood(outputs, targets), expected)
+        assert torch.equal(Categorical().log_density(outputs, targets), expected)
 
 
 # Gaussian -------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sublaplace import linalg
-from sublaplace.linalg import add_product, gram, orthonormalise, symmetric_product
+from sublaplace.model import linalg
+from sublaplace.model.linalg import add_product, gram, orthonormalise, symmetric_product
 
 
 def randn(*shape, dtype=torch.float64):

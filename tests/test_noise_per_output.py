@@ -20,9 +20,13 @@ from test_prior import same_basis, squared_norm, stationary_prior
 from torch.distributions import MultivariateNormal, Normal
 
 from sublaplace import Basis, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
-from sublaplace.jacobians import Linearization
-from sublaplace.residuals import Residuals
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.residuals import Residuals
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 PRIOR = 0.7
@@ -47,7 +51,9 @@ def stds_of(model, inputs):
 def fitted(name="mlp", n=12, dtype=torch.float64, noise="given", size=6, **options):
     model, inputs, targets = problem(name, n, dtype)
     noise_std = stds_of(model, inputs) if noise == "given" else noise
-    la = SubspaceLaplace(model, "regression", **{"dim": 6, "prior_precision": PRIOR, "noise_std": noise_std} | options)
+    la = SubspaceLaplace.paper(
+        model, "regression", **{"dim": 6, "prior_precision": PRIOR, "noise_std": noise_std} | options
+    )
     return la.fit(loader(inputs, targets, size)), inputs, targets
 
 
@@ -99,8 +105,8 @@ def test_the_pooled_noise_is_another_one():
 
 def test_the_noise_is_not_known_before_it_is_estimated():
     model, *_ = problem()
-    assert SubspaceLaplace(model, "regression", noise_std="per-output").noise_std is None
-    assert SubspaceLaplace(model, "regression", noise_std=[0.3, 1.1]).noise_std == (0.3, 1.1)
+    assert SubspaceLaplace.paper(model, Gaussian("per-output")).noise_std is None
+    assert SubspaceLaplace.paper(model, Gaussian([0.3, 1.1])).noise_std == (0.3, 1.1)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +122,9 @@ def test_the_noise_is_not_known_before_it_is_estimated():
 )
 def test_the_noise_may_be_given_in_every_usual_form(given):
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, "regression", dim=4, sigma_noise=given).fit(loader(inputs, targets, 6))
+    la = SubspaceLaplace.paper(model, Gaussian(given), dim=4).fit(loader(inputs, targets, 6))
     assert la.noise_std == (0.5, 2.0)
-    expected = SubspaceLaplace(model, Gaussian((0.5, 2.0)), dim=4).fit(loader(inputs, targets, 6))
+    expected = SubspaceLaplace.paper(model, Gaussian((0.5, 2.0)), dim=4).fit(loader(inputs, targets, 6))
     assert torch.equal(la.predict(inputs).total, expected.predict(inputs).total)
 
 
@@ -194,13 +200,13 @@ def test_every_curvature_equals_brute_force(name):
 def test_covariance_in_the_subspace_and_the_total_one_equal_brute_force(name, noise, dtype):
     la, inputs, _ = fitted(name, 8, dtype, noise)
     model, outputs = la.model, dense_outputs(la.model, inputs)
-    P, (n, C) = la.projection.double(), outputs.shape
+    P, (n, C) = la.projection_matrix().double(), outputs.shape
     expected = subspace_covariance(dense_jacobian(model, inputs), P, precision_matrix(model, inputs, la.noise_std))
     blocks = torch.stack([expected[i : i + C, i : i + C] for i in range(0, n * C, C)])
     assert close(la.functional_covariance(inputs, joint=True), expected, TOLERANCE[dtype])
     assert close(la.functional_variance(inputs), blocks.diagonal(dim1=1, dim2=2), TOLERANCE[dtype])
     prediction = la.predict(inputs)
-    assert close(prediction.epistemic, blocks, TOLERANCE[dtype])
+    assert close(prediction.covariance, blocks, TOLERANCE[dtype])
     total = blocks + torch.diag(torch.tensor(la.noise_std, dtype=torch.float64) ** 2)
     assert prediction.total.dtype == dtype
     assert close(prediction.total, total, TOLERANCE[dtype])
@@ -210,7 +216,7 @@ def test_covariance_in_the_subspace_and_the_total_one_equal_brute_force(name, no
 def test_other_projectors_are_exact_in_their_subspaces(projector):
     la, inputs, _ = fitted("paper-cnn", 8, projector=projector)
     precision = precision_matrix(la.model, inputs, la.noise_std)
-    expected = subspace_covariance(dense_jacobian(la.model, inputs), la.projection, precision)
+    expected = subspace_covariance(dense_jacobian(la.model, inputs), la.projection_matrix(), precision)
     found = la.functional_covariance(inputs, joint=True)
     assert (found - expected).abs().max() <= 1e-8 * max(float(expected.abs().max()), 1e-12)
 
@@ -261,7 +267,7 @@ def test_the_log_predictive_is_that_of_a_gaussian_with_both_uncertainties():
 
 def test_validation_finds_the_prior_of_the_greatest_density():
     model, inputs, targets = problem(n=30)
-    la = SubspaceLaplace(model, "regression", dim=8, noise_std="per-output").fit(loader(inputs, targets, 6))
+    la = SubspaceLaplace.paper(model, Gaussian("per-output"), dim=8).fit(loader(inputs, targets, 6))
     _, new, wanted = problem(n=25, seed=7)
     wanted = dense_outputs(model, new) + 2 * (wanted - dense_outputs(model, new))
 
@@ -283,7 +289,7 @@ def test_validation_finds_the_prior_of_the_greatest_density():
 @pytest.mark.parametrize("noise", ["given", "per-output"])
 def test_the_evidence_in_a_subspace_equals_brute_force_at_every_noise(noise, projector, dtype):
     la, inputs, targets = fitted(noise=noise, projector=projector, dtype=dtype)
-    P, before = la.projection.double(), la.noise_std
+    P, before = la.projection_matrix().double(), la.noise_std
     relative = {torch.float64: 1e-9, torch.float32: 1e-5}[dtype]
     for prior, stds in ((1e-3, None), (PRIOR, (0.2, 0.9)), (50.0, [2.0, 0.1])):
         expected = dense_evidence(la.model, inputs, targets, prior, before if stds is None else stds, P)
@@ -294,7 +300,9 @@ def test_the_evidence_in_a_subspace_equals_brute_force_at_every_noise(noise, pro
 
 def test_another_noise_gives_the_evidence_of_a_fit_with_it():
     la, inputs, targets = fitted("paper-cnn")
-    again = SubspaceLaplace(la.model, "regression", same_basis(la), 6, PRIOR, noise_std=(0.9, 0.2, 0.4))
+    again = SubspaceLaplace.paper(
+        la.model, Gaussian((0.9, 0.2, 0.4)), projector=same_basis(la), dim=6, prior_precision=PRIOR
+    )
     again.fit(loader(inputs, targets, 6))
     found = la.log_marginal_likelihood(noise_std=torch.tensor([0.9, 0.2, 0.4], dtype=torch.float64))
     assert float(found) == pytest.approx(float(again.log_marginal_likelihood()), rel=1e-9)
@@ -308,7 +316,7 @@ def test_the_evidence_has_the_derivatives_of_brute_force_in_every_noise():
     ]
     assert torch.autograd.gradcheck(lambda *values: la.log_marginal_likelihood(*values), hyper)
     found = torch.autograd.grad(la.log_marginal_likelihood(*hyper), hyper)
-    dense = dense_evidence(la.model, inputs, targets, *hyper, projection=la.projection)
+    dense = dense_evidence(la.model, inputs, targets, *hyper, projection=la.projection_matrix())
     expected = torch.autograd.grad(dense, hyper)
     for value, reference in zip(found, expected, strict=True):
         assert value.shape == reference.shape
@@ -326,7 +334,7 @@ def test_tuned_noises_are_stationary_and_give_the_posterior_of_a_fit_with_them(n
     best = la.log_marginal_likelihood()
     assert best > old
     logs = torch.tensor([la.prior_precision, *la.noise_std], dtype=torch.float64).log().requires_grad_()
-    evidence = dense_evidence(la.model, inputs, targets, logs[0].exp(), logs[1:].exp(), la.projection)
+    evidence = dense_evidence(la.model, inputs, targets, logs[0].exp(), logs[1:].exp(), la.projection_matrix())
     assert evidence.item() == pytest.approx(float(best), rel=1e-9)
     assert torch.autograd.grad(evidence, logs)[0].abs().max() < 1e-4
     for prior in (0.1, 1.0, 10.0):
@@ -334,15 +342,15 @@ def test_tuned_noises_are_stationary_and_give_the_posterior_of_a_fit_with_them(n
             for second in (0.2, 0.5, 1.2):
                 noises = torch.tensor([first, second], dtype=torch.float64)
                 assert la.log_marginal_likelihood(prior, noises) <= best
-    fresh = SubspaceLaplace(la.model, "regression", same_basis(la), 6, la.prior_precision, la.noise_std).fit(
-        loader(inputs, targets)
-    )
+    fresh = SubspaceLaplace.paper(
+        la.model, Gaussian(la.noise_std), projector=same_basis(la), dim=6, prior_precision=la.prior_precision
+    ).fit(loader(inputs, targets))
     assert close(la.predict(inputs).total, fresh.predict(inputs).total, 1e-10)
     assert close(la.functional_covariance(inputs), fresh.functional_covariance(inputs), 1e-10)
     assert relative.noise_std == before
     assert torch.equal(relative.predict(inputs).total, predicted)
     # What was tuned is no estimate any more.
-    assert la.update(loader(inputs + 1, targets, 6)).noise_std == la.noise_std
+    assert la.updated(loader(inputs + 1, targets, 6)).noise_std == la.noise_std
 
 
 def test_fitting_with_marglik_takes_the_prior_of_the_greatest_kfac_evidence():
@@ -359,9 +367,9 @@ def test_truncation_and_another_prior_need_no_data():
     la, inputs, _ = fitted()
     jacobian = dense_jacobian(la.model, inputs)
     expected = subspace_covariance(
-        jacobian, la.projection[:, :3], precision_matrix(la.model, inputs, la.noise_std, 5.0)
+        jacobian, la.projection_matrix()[:, :3], precision_matrix(la.model, inputs, la.noise_std, 5.0)
     )
-    assert close(la.truncate(3).with_prior(5.0).functional_covariance(inputs, joint=True), expected, 1e-8)
+    assert close(la.truncated(3).with_prior(5.0).functional_covariance(inputs, joint=True), expected, 1e-8)
 
 
 @EVERY_DTYPE
@@ -370,10 +378,12 @@ def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace(noise, dt
     model, inputs, targets = problem(n=20, dtype=dtype)
     noise_std = STDS[:2] if noise == "given" else noise
     options = {"dim": 5, "prior_precision": PRIOR, "noise_std": noise_std}
-    la = SubspaceLaplace(model, "regression", **options).fit(loader(inputs[:9], targets[:9]))
+    la = SubspaceLaplace.paper(model, "regression", **options).fit(loader(inputs[:9], targets[:9]))
     before = la.noise_std
-    updated = la.update(loader(inputs[9:], targets[9:]))
-    both = SubspaceLaplace(model, "regression", same_basis(la), **options).fit(loader(inputs, targets, 6))
+    updated = la.updated(loader(inputs[9:], targets[9:]))
+    both = SubspaceLaplace.paper(model, "regression", projector=same_basis(la), **options).fit(
+        loader(inputs, targets, 6)
+    )
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}[dtype]
     assert updated.noise_std == pytest.approx(both.noise_std, rel=tolerance)
     assert (updated.noise_std == before) == (noise == "given") and la.noise_std == before
@@ -397,8 +407,8 @@ def test_a_loaded_posterior_is_the_same_and_goes_on_the_same_way(projector, nois
     other = torch.tensor([0.5, 0.6], dtype=torch.float64)
     assert loaded.log_marginal_likelihood(2.0, other) == la.log_marginal_likelihood(2.0, other)
     more = loader(inputs + 1, targets, 6)
-    assert loaded.update(more).noise_std == la.update(more).noise_std
-    assert torch.equal(loaded.update(more).predict(inputs).total, la.update(more).predict(inputs).total)
+    assert loaded.update(more).noise_std == la.updated(more).noise_std
+    assert torch.equal(loaded.update(more).predict(inputs).total, la.updated(more).predict(inputs).total)
 
 
 def test_residuals_joined_from_parts_are_those_of_the_whole():
@@ -436,13 +446,13 @@ def test_residuals_joined_from_parts_are_those_of_the_whole():
 def test_impossible_noises_are_refused_at_once(noise, error, message):
     model, *_ = problem()
     with pytest.raises(error, match=message):
-        SubspaceLaplace(model, "regression", noise_std=noise)
+        SubspaceLaplace.paper(model, Gaussian(noise))
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_noises_of_another_number_than_the_outputs_are_refused(count):
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, "regression", noise_std=[0.3] * count)
+    la = SubspaceLaplace.paper(model, Gaussian([0.3] * count))
     with pytest.raises(ValueError, match=rf"holds {count} numbers, but the model has 2 outputs"):
         la.fit(loader(inputs, targets, 6))
 
@@ -466,8 +476,8 @@ def test_an_output_without_any_spread_has_no_noise_to_estimate():
         model[4].weight[1] = 0  # the second output is its bias
         targets[:, 1] = model[4].bias[1] + 0.5
     with pytest.raises(ValueError, match=r"residuals are all equal.*give noise_std"):
-        SubspaceLaplace(model, "regression", noise_std="per-output").fit(loader(inputs, targets, 6))
-    pooled = SubspaceLaplace(model, "regression", dim=3).fit(loader(inputs, targets, 6))
+        SubspaceLaplace.paper(model, Gaussian("per-output")).fit(loader(inputs, targets, 6))
+    pooled = SubspaceLaplace.paper(model, "regression", dim=3).fit(loader(inputs, targets, 6))
     assert pooled.noise_std > 0
 
 
@@ -478,4 +488,4 @@ def test_an_output_that_fits_up_to_rounding_gives_no_noise():
     targets[:, 0] += 0.3 * torch.randn(12, generator=generator, dtype=torch.float64)
     targets[:, 1:] *= 1 + 1e-16 * torch.randn(12, 1, generator=generator, dtype=torch.float64)
     with pytest.raises(ValueError, match="give noise_std"):
-        SubspaceLaplace(model, "regression", dim=3, noise_std="per-output").fit(loader(inputs, targets))
+        SubspaceLaplace.paper(model, Gaussian("per-output"), dim=3).fit(loader(inputs, targets))

@@ -31,7 +31,7 @@ def test_inputs_far_from_the_training_data_score_higher():
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
-    la = SubspaceLaplace(model, "classification", projector="full").fit([(inputs, labels)])
+    la = SubspaceLaplace.paper(model, "classification", projector="full").fit([(inputs, labels)])
     familiar, unfamiliar = la.predict(inputs), la.predict(far)
     assert metrics.auroc(epistemic_variance(unfamiliar), epistemic_variance(familiar)) > 0.95
 

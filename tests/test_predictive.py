@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sublaplace import Prediction
-from sublaplace.predictive import LINKS, laplace_bridge, mean_softmax, monte_carlo, probit, symmetric_root
+from sublaplace.model.likelihoods.links import LINKS, laplace_bridge, mean_softmax, monte_carlo, probit, symmetric_root
 
 EPS = torch.finfo(torch.float64).eps
 CLASSES = [2, 3, 10, 70]

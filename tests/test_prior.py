@@ -15,10 +15,11 @@ from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
 from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace, metrics
-from sublaplace.curvature import CurvatureStream, kronecker_ggn
-from sublaplace.jacobians import Linearization
-from sublaplace.prior import EigenvalueOccam, Evidence
-from sublaplace.residuals import Residuals
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.residuals import Residuals
+from sublaplace.posteriors.evidence import EigenvalueOccam, Evidence
 
 FIXTURE = Path(__file__).parent / "fixtures" / "laplace_torch_marglik.safetensors"
 KINDS = ["classification", "given noise", "estimated noise"]
@@ -120,7 +121,7 @@ def test_the_evidence_of_the_full_posterior_equals_brute_force(kind, n, form):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_evidence_in_a_subspace_equals_brute_force(kind, projector):
     la, inputs, targets = fitted(kind, projector=projector)
-    P, noise = la.projection, la.noise_std or 1.0
+    P, noise = la.projection_matrix(), la.noise_std or 1.0
     for prior in (1e-3, PRIOR, 50.0):
         expected = dense_evidence(la.model, inputs, targets, kind, prior, noise, P)
         assert float(la.log_marginal_likelihood(prior)) == pytest.approx(float(expected), rel=1e-9)
@@ -130,15 +131,15 @@ def test_the_evidence_in_a_subspace_equals_brute_force(kind, projector):
 @pytest.mark.parametrize("name", ["paper-cnn", "tied-weights", "frozen-layer", "attention"])
 def test_the_evidence_of_other_networks_equals_brute_force(name):
     la, inputs, targets = fitted("classification", 8, name)
-    expected = dense_evidence(la.model, inputs, targets, "classification", PRIOR, projection=la.projection)
+    expected = dense_evidence(la.model, inputs, targets, "classification", PRIOR, projection=la.projection_matrix())
     assert float(la.log_marginal_likelihood()) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_the_evidence_of_a_float32_network_equals_brute_force_to_its_precision():
     model, inputs, targets = problem("given noise", dtype=torch.float32)
-    la = SubspaceLaplace(model, "regression", dim=6, prior_precision=PRIOR, noise_std=NOISE)
+    la = SubspaceLaplace.paper(model, Gaussian(NOISE), dim=6, prior_precision=PRIOR)
     la.fit(loader(inputs, targets))
-    expected = dense_evidence(model, inputs, targets, "given noise", PRIOR, NOISE, la.projection.double())
+    expected = dense_evidence(model, inputs, targets, "given noise", PRIOR, NOISE, la.projection_matrix().double())
     found = la.log_marginal_likelihood()
     assert found.dtype == torch.float64
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
@@ -149,17 +150,16 @@ def test_the_evidence_of_a_float32_network_equals_brute_force_to_its_precision()
 def test_another_noise_gives_the_evidence_of_a_fit_with_it(kind, projector):
     la, inputs, targets = fitted(kind, projector=projector)
     before = la.noise_std
-    P = None if projector == "full" else la.projection
+    P = None if projector == "full" else la.projection_matrix()
     for noise in (0.05, 2.0):
         expected = float(dense_evidence(la.model, inputs, targets, kind, PRIOR, noise, P))
         assert float(la.log_marginal_likelihood(noise_std=noise)) == pytest.approx(expected, rel=1e-9)
-        again = SubspaceLaplace(
+        again = SubspaceLaplace.paper(
             la.model,
-            "regression",
-            projector if P is None else same_basis(la),
-            prior_precision=PRIOR,
-            noise_std=noise,
+            Gaussian(noise),
+            projector=projector if P is None else same_basis(la),
             dim=6,
+            prior_precision=PRIOR,
         ).fit(loader(inputs, targets))
         assert float(again.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-9)
     assert la.noise_std == before and la.prior_precision == PRIOR
@@ -184,7 +184,7 @@ def test_the_evidence_with_as_many_dimensions_as_parameters_is_the_full_one(kind
 
 def test_a_larger_subspace_has_a_smaller_occam_factor():
     la, *_ = fitted("classification", dim=8)
-    values = [float(la.truncate(s).log_marginal_likelihood()) for s in range(1, la.dim + 1)]
+    values = [float(la.truncated(s).log_marginal_likelihood()) for s in range(1, la.dim + 1)]
     assert all(larger < smaller for smaller, larger in pairwise(values))
 
 
@@ -195,7 +195,7 @@ def test_a_larger_subspace_has_a_smaller_occam_factor():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_evidence_has_the_derivatives_of_brute_force(kind, projector):
     la, inputs, targets = fitted(kind, projector=projector)
-    P = None if projector == "full" else la.projection
+    P = None if projector == "full" else la.projection_matrix()
     hyper = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.3, 0.6)]
     if kind == "classification":
         hyper = hyper[:1]
@@ -313,8 +313,8 @@ def test_fitting_with_marglik_builds_the_subspace_at_the_prior_it_found(kind, dt
     same, other = fit(la.prior_precision), fit(100 * la.prior_precision)
     assert la.noise_std == same.noise_std and la.prior_precision == same.prior_precision
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
-    assert close(la.projection @ la.projection.T, same.projection @ same.projection.T, tolerance)
-    assert not close(la.projection @ la.projection.T, other.projection @ other.projection.T, 1e-2)
+    assert close(la.projection_matrix() @ la.projection_matrix().T, same.projection @ same.projection.T, tolerance)
+    assert not close(la.projection_matrix() @ la.projection_matrix().T, other.projection @ other.projection.T, 1e-2)
     assert close(la.functional_covariance(inputs), same.functional_covariance(inputs), tolerance)
 
 
@@ -330,7 +330,9 @@ def test_fitting_other_data_with_marglik_tunes_the_prior_anew():
     inputs, targets = 3 * make("mlp", 40, seed=5)[1], problem("estimated noise", 40)[2]
     la.fit(loader(inputs, targets))
     assert la.prior_precision != first
-    again = SubspaceLaplace(la.model, "regression", dim=6, prior_precision="marglik").fit(loader(inputs, targets))
+    again = SubspaceLaplace.paper(la.model, "regression", dim=6, prior_precision="evidence").fit(
+        loader(inputs, targets)
+    )
     assert la.prior_precision == again.prior_precision
 
 
@@ -342,7 +344,7 @@ def test_fitting_other_data_with_marglik_tunes_the_prior_anew():
 def test_optimizing_by_marglik_changes_la_and_returns_it(kind, projector):
     la, inputs, _ = fitted(kind, projector=projector, dim=20)
     old, relative = la.log_marginal_likelihood(), la.with_prior(PRIOR)
-    P = torch.eye(la.num_parameters, dtype=torch.float64) if projector == "full" else la.projection
+    P = torch.eye(la.num_parameters, dtype=torch.float64) if projector == "full" else la.projection_matrix()
     noise = la.noise_std
     assert la.optimize_prior_precision("marglik") is la
     ggn = unit_ggn(la.model, inputs, kind) * (noise or 1.0) ** -2
@@ -354,7 +356,7 @@ def test_optimizing_by_marglik_changes_la_and_returns_it(kind, projector):
     expected = subspace_covariance(dense_jacobian(la.model, inputs), P, precision)
     assert close(la.functional_covariance(inputs, joint=True), expected, 1e-8)
     if projector != "full":
-        assert torch.equal(la.projection, P)
+        assert torch.equal(la.projection_matrix(), P)
     assert relative.prior_precision == PRIOR
     assert relative.log_marginal_likelihood() == old
 
@@ -377,13 +379,12 @@ def test_tuned_noise_gives_the_posterior_of_a_fit_with_it(kind, projector):
     assert la.optimize_prior_precision("marglik", tune_noise=True) is la
     assert la.noise_std != pytest.approx(before, rel=1e-3)
     assert la.log_marginal_likelihood() > old
-    fresh = SubspaceLaplace(
+    fresh = SubspaceLaplace.paper(
         la.model,
-        "regression",
-        same_basis(la) if subspace else "full",
+        Gaussian(la.noise_std),
+        projector=same_basis(la) if subspace else "full",
         dim=6,
         prior_precision=la.prior_precision,
-        noise_std=la.noise_std,
     ).fit(loader(inputs, targets))
     assert close(la.functional_covariance(inputs, joint=True), fresh.functional_covariance(inputs, joint=True), 1e-10)
     assert close(la.predict(inputs).total, fresh.predict(inputs).total, 1e-10)
@@ -443,7 +444,7 @@ def test_a_prior_at_the_end_of_the_search_is_said_to_be_one(offset, message):
     model = torch.nn.Linear(3, 1).double()
     outputs = model(inputs).detach()
     noisy = outputs + 0.1 * torch.randn_like(outputs)
-    la = SubspaceLaplace(model, "regression", dim=2, noise_std=0.1).fit(loader(inputs, noisy, size=10))
+    la = SubspaceLaplace.paper(model, Gaussian(0.1), dim=2).fit(loader(inputs, noisy, size=10))
     with pytest.warns(UserWarning, match=message):
         la.optimize_prior_precision("validation", val_loader=loader(inputs, outputs + offset, size=10))
 
@@ -488,7 +489,7 @@ def test_validation_labels_out_of_range_are_refused():
 @pytest.mark.parametrize("method", ["marglik", "validation"])
 def test_before_fit_there_is_neither_evidence_nor_anything_to_optimize(method):
     model, inputs, targets = problem("classification")
-    la = SubspaceLaplace(model, "classification", prior_precision="marglik")
+    la = SubspaceLaplace.paper(model, "classification", prior_precision="evidence")
     with pytest.raises(RuntimeError, match="not fitted"):
         la.optimize_prior_precision(method, val_loader=loader(inputs, targets))
     with pytest.raises(RuntimeError, match="not fitted"):
@@ -533,7 +534,7 @@ def reference(kind):
     model = model.double()
     model.load_state_dict({name.removeprefix("model."): v for name, v in held.items() if name.startswith("model.")})
     noise = float(held["sigma_noise"]) if kind == "regression" else None
-    la = SubspaceLaplace(model, kind, projector="full", noise_std=noise)
+    la = SubspaceLaplace.paper(model, FIXME_Gaussian(kind, noise), projector="full")
     return held, la.fit(loader(held["inputs"], held["targets"], size=16))
 
 
@@ -563,7 +564,7 @@ def test_a_tuned_noise_survives_an_update():
     la, inputs, targets = fitted("regression")
     la.optimize_prior_precision("marglik", tune_noise=True)
     tuned = la.noise_std
-    assert la.update(loader(inputs + 1, targets)).noise_std == tuned
+    assert la.updated(loader(inputs + 1, targets)).noise_std == tuned
 
 
 def test_validation_data_do_not_tune_the_noise():
@@ -577,7 +578,7 @@ def test_one_noise_in_a_tuple_is_that_noise_with_a_complement():
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
     data = [(torch.randn(30, 3).double(), torch.randn(30, 1).double())]
     options = {"dim": 6, "complement": "kfac"}
-    one, listed = (SubspaceLaplace(model, "regression", noise_std=s, **options).fit(data) for s in (0.5, [0.5]))
+    one, listed = (SubspaceLaplace.paper(model, Gaussian(s), **options).fit(data) for s in (0.5, [0.5]))
     for noise in (0.5, 1.5):
         values = [float(la.log_marginal_likelihood(noise_std=noise)) for la in (one, listed)]
         assert values[0] == pytest.approx(values[1], rel=1e-12)

@@ -84,11 +84,11 @@ def test_predictions_have_the_promised_shapes(problem):
     la = fitted(model, loader(x, y), options)
     n, C = len(new), dense_outputs(model, new).shape[1]
     assert 1 <= la.dim <= options["dim"]
-    assert la.projection.shape == (la.num_parameters, la.dim)
+    assert la.projection_matrix().shape == (la.num_parameters, la.dim)
     assert la.functional_covariance(new).shape == (n, C, C)
     assert la.functional_covariance(new, joint=True).shape == (n * C, n * C)
     assert la.functional_variance(new).shape == (n, C)
-    assert la.trace(new).shape == (la.dim,)
+    assert la.leading_traces(new).shape == (la.dim,)
     prediction = la.predict(new)
     assert prediction.mean.shape == (n, C)
     if options["likelihood"] == "classification":
@@ -110,7 +110,7 @@ def test_the_covariance_lies_between_zero_and_the_full_one(problem):
     scale = float(torch.linalg.eigvalsh(full)[-1])
     assert torch.linalg.eigvalsh(found)[0] >= -TOLERANCE * scale
     assert torch.linalg.eigvalsh(full - found)[0] >= -TOLERANCE * scale
-    assert (la.trace(new).diff() >= 0).all()
+    assert (la.leading_traces(new).diff() >= 0).all()
 
 
 @examples
@@ -123,7 +123,7 @@ def test_marginal_covariances_are_the_blocks_of_the_joint_one(problem):
     blocks = torch.stack([joint[i : i + C, i : i + C] for i in range(0, len(joint), C)])
     assert close(single, blocks)
     assert close(la.functional_variance(new), single.diagonal(dim1=1, dim2=2))
-    assert close(la.trace(new)[-1], joint.trace())
+    assert close(la.leading_traces(new)[-1], joint.trace())
 
 
 @examples
@@ -152,7 +152,7 @@ def test_predictions_follow_a_permutation_of_their_inputs(problem, random):
     order = random.sample(range(len(new)), len(new))
     one, other = la.predict(new), la.predict(new[order])
     assert close(other.mean, one.mean[order])
-    assert close(other.epistemic, one.epistemic[order])
+    assert close(other.covariance, one.covariance[order])
     if one.probabilities is not None:
         assert close(other.probabilities, one.probabilities[order])
 
@@ -164,9 +164,9 @@ def test_predictions_do_not_depend_on_how_the_inputs_are_batched(problem):
     la = fitted(model, loader(x, y), options)
     whole, single = la.predict(new), la.predict([new[i : i + 1] for i in range(len(new))])
     assert close(single.mean, whole.mean)
-    assert close(single.epistemic, whole.epistemic)
+    assert close(single.covariance, whole.covariance)
     small = fitted(model, loader(x, y), options, memory_budget=1)
-    assert close(small.functional_covariance(new), whole.epistemic)
+    assert close(small.functional_covariance(new), whole.covariance)
 
 
 @examples

@@ -7,8 +7,8 @@ from networks import make
 from sensitive import untouched
 from test_laplace import labels, loader
 
-from sublaplace import PROJECTORS, DensePrecision, DualPrecision, SubspaceLaplace
-from sublaplace.jacobians.inputs import select
+from sublaplace import PROJECTORS, DensePrecision, DualPrecision, Gaussian, SubspaceLaplace
+from sublaplace.data.batches import select
 
 PRIOR = 0.7
 COUNT = 20_000  # draws, where moments are estimated
@@ -23,7 +23,9 @@ FORMS = {
 
 def fit(projector="lowrank-kfac", n=8, name="mlp", dtype=torch.float64, **options):
     model, inputs = make(name, n, dtype)
-    la = SubspaceLaplace(model, "classification", projector, **{"dim": 6, "prior_precision": PRIOR} | options)
+    la = SubspaceLaplace.paper(
+        model, "classification", projector=projector, **{"dim": 6, "prior_precision": PRIOR} | options
+    )
     return la.fit(loader(inputs, labels(model, inputs), size=16)), inputs
 
 
@@ -50,7 +52,7 @@ def whitened(la, deltas, inputs):
     precision = precision_matrix(la, inputs)
     if la.projector == "full":
         return deltas @ torch.linalg.cholesky(precision)
-    P = la.projection
+    P = la.projection_matrix()
     return deltas @ P @ torch.linalg.cholesky(P.T @ precision @ P)
 
 
@@ -102,7 +104,9 @@ def test_samples_of_regression_know_its_noise(projector):
     model, inputs = make("mlp", 8)
     targets = dense_outputs(model, inputs) + 0.1
     precise, vague = (
-        SubspaceLaplace(model, "regression", projector, 6, PRIOR, noise_std=noise).fit(loader(inputs, targets))
+        SubspaceLaplace.paper(model, Gaussian(noise), projector=projector, dim=6, prior_precision=PRIOR).fit(
+            loader(inputs, targets)
+        )
         for noise in (0.01, 10.0)
     )
     for la in (precise, vague):
@@ -140,7 +144,7 @@ def test_every_projector_can_be_sampled(projector, dtype):
 def test_samples_stay_in_the_subspace_around_the_trained_parameters(name):
     la, _ = fit(name=name)
     deltas = la.sample(20) - theta(la)
-    P = la.projection
+    P = la.projection_matrix()
     assert deltas.shape == (20, la.num_parameters)
     assert torch.linalg.matrix_rank(deltas) == la.dim
     assert (deltas - deltas @ P @ P.T).abs().max() < 1e-12 * deltas.abs().max()
@@ -149,7 +153,7 @@ def test_samples_stay_in_the_subspace_around_the_trained_parameters(name):
 @pytest.mark.parametrize("projector", ["subset-magnitude", "last-layer"])
 def test_samples_of_a_subset_leave_all_other_parameters_alone(projector):
     la, _ = fit(projector)
-    chosen = la.projection.any(1)
+    chosen = la.projection_matrix().any(1)
     samples = la.sample(20)
     assert (samples[:, ~chosen] == theta(la)[~chosen]).all()
     assert (samples[:, chosen] != theta(la)[chosen]).all()
@@ -157,9 +161,9 @@ def test_samples_of_a_subset_leave_all_other_parameters_alone(projector):
 
 def test_truncated_samples_stay_in_the_leading_dimensions():
     la, _ = fit()
-    smaller = la.truncate(2)
+    smaller = la.truncated(2)
     deltas = smaller.sample(10) - theta(la)
-    P = la.projection[:, :2]
+    P = la.projection_matrix()[:, :2]
     assert (deltas - deltas @ P @ P.T).abs().max() < 1e-12 * deltas.abs().max()
 
 
@@ -248,7 +252,7 @@ def test_there_are_no_functional_samples_without_inputs():
 
 def test_samples_before_fit_are_refused():
     model, inputs = make("mlp", 4)
-    la = SubspaceLaplace(model, "classification")
+    la = SubspaceLaplace.paper(model, "classification")
     with pytest.raises(RuntimeError, match="not fitted"):
         la.sample(3)
     with pytest.raises(RuntimeError, match="not fitted"):

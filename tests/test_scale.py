@@ -12,13 +12,15 @@ from test_curvature import PRIOR, stream
 from test_laplace import labels, loader
 from torch import nn
 
-from sublaplace import Jacobians, Linearization, SubspaceLaplace
-from sublaplace.curvature import exact_ggn, kronecker_ggn
-from sublaplace.joint import factored_joint_covariance
-from sublaplace.likelihoods import Categorical, Gaussian
-from sublaplace.linalg import combine, cross_gram, gram, orthonormalise
-from sublaplace.matrix_free import MatrixFreePrecision
-from sublaplace.precision import isotropic_precision
+from sublaplace import Complement, Drawn, Gaussian, Jacobians, Linearization, Resources, SubspaceLaplace
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.joint import factored_joint_covariance
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.matrix_free import MatrixFreePrecision
+from sublaplace.curvature.precision import isotropic_precision
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian
+from sublaplace.model.linalg import combine, cross_gram, gram, orthonormalise
 from sublaplace.projectors.low_rank import rank_tolerance
 from sublaplace.projectors.subspace_iteration import dominant_directions
 
@@ -48,7 +50,7 @@ def test_joint_covariance_from_factors_equals_that_from_rows(name, dtype, monkey
     source, kfac, jacobians = problem(name, dtype=dtype)
     expected = gram(kfac.whitened(jacobians))
     source.linearization.memory_budget = 500  # several groups
-    monkeypatch.setattr("sublaplace.joint._ROWS_AT_ONCE", 500)  # several pieces of a layer
+    monkeypatch.setattr("sublaplace.curvature.joint._ROWS_AT_ONCE", 500)  # several pieces of a layer
     assert kfac.whitened(jacobians) is None
     found = kfac.joint_covariance(jacobians)
     assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.max()))
@@ -112,11 +114,11 @@ def test_many_outputs_take_the_way_without_the_covariance(dtype, monkeypatch):
     traces = []
     for limit in (6000, 10):
         monkeypatch.setattr(low_rank_module, "DENSE_ROWS", limit)
-        la = SubspaceLaplace(model, "classification", dim=6, num_subspace_inputs=30).fit(data)
+        la = SubspaceLaplace.paper(model, "classification", dim=6, subspace_inputs=Drawn(30)).fit(data)
         assert la.dim == 6
-        traces.append(float(la.trace(inputs)[-1]))
+        traces.append(float(la.leading_traces(inputs)[-1]))
     assert traces[1] == pytest.approx(traces[0], rel=1e-3)
-    P = la.projection.double()
+    P = la.projection_matrix().double()
     assert torch.allclose(P.T @ P, torch.eye(6, dtype=torch.float64), atol=1e-6)
 
 
@@ -125,7 +127,7 @@ def test_directions_above_the_rank_are_not_given(monkeypatch):
     # Ten parameters, but the map is one of 2 × 3 numbers: J has rank 6, whatever the number of inputs.
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)).double()
     inputs = torch.randn(40, 3, dtype=torch.float64)
-    la = SubspaceLaplace(model, "regression", dim=9, noise_std=1.0)
+    la = SubspaceLaplace.paper(model, Gaussian(1.0), dim=9)
     with pytest.warns(UserWarning, match="numerical rank 6"):
         la.fit(loader(inputs, torch.zeros(40, 2, dtype=torch.float64), 20))
     assert la.dim == 6
@@ -136,7 +138,7 @@ def test_directions_of_a_zero_jacobian_are_refused(monkeypatch):
     model = nn.Linear(3, 2, bias=False).double()
     inputs = torch.zeros(40, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="their Jacobian is zero"):
-        SubspaceLaplace(model, "regression", dim=2, noise_std=1.0).fit(loader(inputs, torch.zeros(40, 2).double(), 20))
+        SubspaceLaplace.paper(model, Gaussian(1.0), dim=2).fit(loader(inputs, torch.zeros(40, 2).double(), 20))
 
 
 # Solutions without the precision matrix -------------------------------------------------------------------------------
@@ -171,9 +173,11 @@ def test_full_covariance_of_a_fitted_subspace_equals_the_full_posterior():
     model, inputs = make("paper-cnn", 9)
     data = loader(inputs, labels(model, inputs), 4)
     few = inputs[:3]
-    full = SubspaceLaplace(model, "classification", projector="full", prior_precision=0.5).fit(data)
+    full = SubspaceLaplace.paper(model, "classification", projector="full", prior_precision=0.5).fit(data)
     for complement in (None, "kfac", "diagonal"):
-        la = SubspaceLaplace(model, "classification", dim=4, prior_precision=0.5, complement=complement).fit(data)
+        la = SubspaceLaplace(
+            model, "classification", dim=4, complement=Complement(complement, weight=1.0), prior_precision=0.5
+        ).fit(data)
         found = la.full_covariance(few)
         assert found.covariance.shape == (3, 3, 3)
         assert torch.allclose(found.covariance, full.functional_covariance(few), atol=1e-8)
@@ -187,15 +191,17 @@ def test_full_covariance_with_a_noise_of_each_output():
     model, inputs = make("mlp", 9)
     targets = torch.zeros_like(model(inputs).detach())
     options = {"noise_std": [0.3, 2.0], "prior_precision": 0.5}
-    full = SubspaceLaplace(model, "regression", projector="full", **options).fit([(inputs, targets)])
-    la = SubspaceLaplace(model, "regression", dim=4, **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
+    la = SubspaceLaplace.paper(model, "regression", dim=4, **options).fit([(inputs, targets)])
     found = la.full_covariance(inputs[:2]).covariance
     assert torch.allclose(found, full.functional_covariance(inputs[:2]), atol=1e-8)
 
 
 def test_full_covariance_after_loading_says_what_is_missing(tmp_path):
     model, inputs = make("mlp", 9)
-    SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs), 4)).save(tmp_path / "la")
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs), 4)).save(
+        tmp_path / "la"
+    )
     with pytest.raises(RuntimeError, match="training data"):
         SubspaceLaplace.load(tmp_path / "la", model).full_covariance(inputs[:1])
 
@@ -205,11 +211,11 @@ def test_lowrank_ggn_without_the_exact_matrix_captures_as_much(name, monkeypatch
     model, inputs = make(name, 12)
     data = loader(inputs, labels(model, inputs), 6)
     options = {"projector": "lowrank-ggn", "dim": 5, "prior_precision": 0.1, "subspace_inputs": inputs}
-    dense = SubspaceLaplace(model, "classification", **options).fit(data)
+    dense = SubspaceLaplace.paper(model, "classification", **options).fit(data)
     monkeypatch.setattr("sublaplace.projectors.context.fits", lambda needed, device: False)
-    free = SubspaceLaplace(model, "classification", **options).fit(data)
-    kfac = SubspaceLaplace(model, "classification", **options | {"projector": "lowrank-kfac"}).fit(data)
-    best, found, start = (float(la.trace(inputs)[-1]) for la in (dense, free, kfac))
+    free = SubspaceLaplace.paper(model, "classification", **options).fit(data)
+    kfac = SubspaceLaplace.paper(model, "classification", **options | {"projector": "lowrank-kfac"}).fit(data)
+    best, found, start = (float(la.leading_traces(inputs)[-1]) for la in (dense, free, kfac))
     assert found <= best * (1 + 1e-8)
     assert found >= 0.98 * best
     assert found > start
@@ -241,8 +247,10 @@ def test_a_projection_on_disk_gives_the_same_posterior(options, tmp_path):
     model, inputs = make("paper-cnn", 9)
     data = loader(inputs, labels(model, inputs), 4)
     options = {"dim": 6, **options}
-    expected = SubspaceLaplace(model, "classification", **options).fit(data)
-    la = SubspaceLaplace(model, "classification", scratch_folder=tmp_path, **options).fit(data)
+    expected = SubspaceLaplace.paper(model, "classification", **options).fit(data)
+    la = SubspaceLaplace.paper(model, "classification", resources=Resources(scratch_folder=tmp_path), **options).fit(
+        data
+    )
     assert torch.equal(la.functional_covariance(inputs), expected.functional_covariance(inputs))
     assert str(tmp_path) in Path("/proc/self/maps").read_text()  # in a file …
     assert not list(tmp_path.iterdir())  # … that has no name any more
@@ -253,13 +261,17 @@ def test_a_projection_on_disk_gives_the_same_posterior(options, tmp_path):
 
 def test_a_scratch_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
-        SubspaceLaplace(nn.Linear(2, 2), "classification", scratch_folder=tmp_path / "absent")
+        SubspaceLaplace.paper(
+            nn.Linear(2, 2), "classification", resources=Resources(scratch_folder=tmp_path / "absent")
+        )
 
 
 def test_too_little_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("sublaplace.memory.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 0))
+    monkeypatch.setattr(
+        "sublaplace.runtime.memory.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 0)
+    )
     model, inputs = make("mlp", 9)
-    la = SubspaceLaplace(model, "classification", dim=4, scratch_folder=tmp_path)
+    la = SubspaceLaplace.paper(model, "classification", dim=4, resources=Resources(scratch_folder=tmp_path))
     with pytest.raises(MemoryError, match="free in"):
         la.fit(loader(inputs, labels(model, inputs), 4))
 
@@ -279,8 +291,8 @@ def small_regression(dtype):
 def test_the_full_covariance_reaches_its_tolerance_where_the_curvature_is_far_above_the_prior(prior):
     model, inputs, targets = small_regression(torch.float64)
     options = {"prior_precision": prior, "noise_std": 0.1}
-    la = SubspaceLaplace(model, "regression", dim=5, **options).fit([(inputs, targets)])
-    full = SubspaceLaplace(model, "regression", "full", **options).fit([(inputs, targets)])
+    la = SubspaceLaplace.paper(model, "regression", dim=5, **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
     new = inputs[:1] + 1
     found = la.full_covariance(new)
     assert found.relative_residual <= 1e-6
@@ -291,11 +303,11 @@ def test_the_full_covariance_reaches_its_tolerance_where_the_curvature_is_far_ab
 def test_a_full_covariance_above_its_tolerance_warns_and_knows_its_error():
     model, inputs, targets = small_regression(torch.float32)
     options = {"prior_precision": 1e-2, "noise_std": 0.1}
-    la = SubspaceLaplace(model, "regression", dim=5, **options).fit([(inputs, targets)])
+    la = SubspaceLaplace.paper(model, "regression", dim=5, **options).fit([(inputs, targets)])
     with pytest.warns(UserWarning, match=r"relative residual of .*above the tolerance 1\.0e-06.*memory_budget"):
         found = la.full_covariance(inputs[:1] + 1)
     exact, inputs, targets = small_regression(torch.float64)
-    full = SubspaceLaplace(exact, "regression", "full", **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(exact, "regression", projector="full", **options).fit([(inputs, targets)])
     difference = full.functional_covariance(inputs[:1] + 1) - found.covariance
     assert torch.linalg.eigvalsh(difference).max() <= found.error + 1e-4 * float(found.covariance.abs().max())
 
@@ -312,7 +324,7 @@ def test_labels_under_another_key_are_left_out_of_a_full_covariance():
             return self.inner(x)
 
     named = Named()
-    la = SubspaceLaplace(named, "regression", dim=5, noise_std=0.5, labels_key="target")
+    la = SubspaceLaplace.paper(named, Gaussian(0.5), dim=5, labels_key="target")
     la.fit([{"x": inputs, "target": targets}])
     with_labels = la.full_covariance({"x": inputs[:2], "target": targets[:2]}).covariance
     assert torch.equal(with_labels, la.full_covariance({"x": inputs[:2]}).covariance)

@@ -11,12 +11,12 @@ from networks import make
 from safetensors.torch import save_file
 from test_laplace import labels, loader
 
-from sublaplace import PROJECTORS, SavedFileError, SubspaceLaplace
+from sublaplace import PROJECTORS, Complement, SavedFileError, SubspaceLaplace
 
 
 def fitted(name="paper-cnn", projector="lowrank-kfac", dtype=torch.float64):
     model, inputs = make(name, 8, dtype)
-    la = SubspaceLaplace(model, "classification", projector=projector, dim=4, prior_precision=0.7)
+    la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=4, prior_precision=0.7)
     return la.fit(loader(inputs, labels(model, inputs))), model, inputs
 
 
@@ -39,12 +39,12 @@ def test_a_loaded_posterior_predicts_bit_for_bit_the_same(projector, dtype, tmp_
 def test_a_loaded_regression_keeps_its_noise_and_can_be_updated(tmp_path):
     model, inputs = make("mlp", 12)
     targets = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    la = SubspaceLaplace(model, "regression", dim=4).fit(loader(inputs, targets))
+    la = SubspaceLaplace.paper(model, "regression", dim=4).fit(loader(inputs, targets))
     la.save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert loaded.noise_std == la.noise_std
     more = loader(inputs[:6] + 1, targets[:6])
-    again, before = loaded.update(more), la.update(more)
+    again, before = loaded.update(more), la.updated(more)
     assert again.noise_std == before.noise_std
     assert torch.equal(again.functional_variance(inputs), before.functional_variance(inputs))
 
@@ -108,7 +108,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     la, model, inputs = fitted()
     path = tmp_path / "la.safetensors"
     la.save(path)
-    monkeypatch.setattr("sublaplace.checked_file._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("sublaplace.runtime.files._digest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         la.with_prior(9.0).save(path)
     monkeypatch.undo()
@@ -133,7 +133,7 @@ def test_the_summary_tells_what_was_fitted():
 
 def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_to_know_it(tmp_path):
     la, model, inputs = fitted()
-    own = SubspaceLaplace(model, "classification", projector=lambda context: la._posterior.projection)
+    own = SubspaceLaplace.paper(model, "classification", projector=lambda context: la._posterior.projection)
     batches = loader(inputs, labels(model, inputs))
     own.fit(batches).save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
@@ -149,7 +149,9 @@ def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_
 )
 def test_a_pickled_or_copied_posterior_predicts_the_same(projector, complement):
     model, inputs = make("paper-cnn", 8)
-    la = SubspaceLaplace(model, "classification", projector=projector, dim=4, complement=complement)
+    la = SubspaceLaplace(
+        model, "classification", projector=projector, dim=4, complement=Complement(complement, weight=1.0)
+    )
     la.fit(loader(inputs, labels(model, inputs)))
     for other in (pickle.loads(pickle.dumps(la)), copy.deepcopy(la)):
         assert other.model is not model

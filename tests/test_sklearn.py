@@ -14,9 +14,9 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import check_estimator
+from sublaplace.sklearn.estimators import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor, log_predictive_density
 
 from sublaplace import PROJECTORS
-from sublaplace.sklearn import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor, log_predictive_density
 
 BOTH = [SubspaceLaplaceClassifier, SubspaceLaplaceRegressor]
 POSTERIORS = [(projector, None) for projector in [*PROJECTORS, "full"]] + [

@@ -11,15 +11,19 @@ import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covariance, softmax_hessians
 from networks import make
+from sublaplace.model.likelihoods.protocol import Likelihood
 from test_laplace import labels, loader
 from torch import Tensor, nn
 
 from sublaplace import Basis, SubspaceLaplace, SubspacePosterior
-from sublaplace.curvature import CurvatureStream, exact_ggn, reduced_ggn
-from sublaplace.jacobians import Jacobians, Linearization
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.linearization import Jacobians, Linearization
 from sublaplace.metrics import kl_categorical, kl_gaussian
-from sublaplace.predictive import probit
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian
+from sublaplace.model.likelihoods.links import probit
 
 PRIOR = 0.7
 NOISE = 0.4
@@ -39,12 +43,14 @@ class Problem:
 
     def fit(self, projector: str, dim: int, **options) -> SubspaceLaplace:
         noise = {"noise_std": NOISE} if self.likelihood.kind == "regression" else {}
-        la = SubspaceLaplace(self.model, self.likelihood.kind, projector, dim, PRIOR, **noise, **options)
+        la = SubspaceLaplace.paper(
+            self.model, self.likelihood.kind, projector=projector, dim=dim, prior_precision=PRIOR, **noise, **options
+        )
         return la.fit(self.batches)
 
     def best(self, dim: int) -> Tensor:
         """Σ_{P*} with P* of Theorem 1: the exact Λ, and X′ the new inputs themselves."""
-        return self._best.truncate(dim).functional_covariance(self.new, joint=True)
+        return self._best.truncated(dim).functional_covariance(self.new, joint=True)
 
     @cached_property
     def _best(self) -> SubspaceLaplace:
@@ -159,13 +165,13 @@ def test_the_reduced_covariance_lies_between_zero_and_the_full_one(problem, proj
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-magnitude"])
 def test_covariances_and_traces_grow_with_the_dimension_up_to_those_of_the_full_posterior(problem, projector):
     la = problem.fit(projector, 6)
-    traces = la.trace(problem.new)
+    traces = la.leading_traces(problem.new)
     assert (traces.diff() >= -TOLERANCE * problem.scale).all()
     assert traces[-1] <= problem.covariance.trace() * (1 + TOLERANCE)
     assert traces[-1] > 0
-    smaller = la.truncate(1).functional_covariance(problem.new, joint=True)
+    smaller = la.truncated(1).functional_covariance(problem.new, joint=True)
     for s in (2, 4, 6):
-        larger = la.truncate(s).functional_covariance(problem.new, joint=True)
+        larger = la.truncated(s).functional_covariance(problem.new, joint=True)
         assert descending_eigenvalues(larger - smaller)[-1] >= -TOLERANCE * problem.scale
         assert larger.trace() == pytest.approx(float(traces[s - 1]), rel=TOLERANCE, abs=TOLERANCE * problem.scale)
         smaller = larger

@@ -9,14 +9,14 @@ from sensitive import Sensitive, batches, data, fitted, refused, sensitive, unto
 from test_laplace import labels, loader
 from torch import nn
 
-from sublaplace import PROJECTORS, SubspaceLaplace, SubspacePosterior
+from sublaplace import PROJECTORS, Drawn, SubspaceLaplace, SubspacePosterior
 
 
 @pytest.mark.parametrize("projector", [*PROJECTORS, "full"])
 def test_fitting_and_predicting_leave_the_model_as_it_was(projector):
     model = sensitive()
     with untouched(model):
-        la = SubspaceLaplace(model, "classification", projector=projector, dim=4).fit(batches())
+        la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches())
         la(data()[0])
         la.predict(batches(), link="mc")
         la.functional_variance(data()[0])
@@ -28,7 +28,7 @@ def test_networks_that_take_the_general_path_are_left_as_they_were(name):
     model, inputs = make(name, 6)
     model.train()
     with untouched(model):
-        SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))(inputs)
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))(inputs)
 
 
 def test_a_model_in_training_mode_is_evaluated_in_eval_mode():
@@ -60,7 +60,7 @@ def test_buffers_that_a_forward_pass_replaces_are_put_back():
 def test_the_global_random_state_is_not_touched():
     model = sensitive()
     before = torch.get_rng_state()
-    la = SubspaceLaplace(model, "classification", dim=4, num_subspace_inputs=5).fit(batches())
+    la = SubspaceLaplace.paper(model, "classification", dim=4, subspace_inputs=Drawn(5)).fit(batches())
     la(data()[0], link="mc")
     assert torch.equal(before, torch.get_rng_state())
 
@@ -95,7 +95,7 @@ class Interrupting:
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "subset-swag"])
 def test_an_interrupt_inside_a_batch_leaves_the_model_as_it_was(projector, count):
     model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector=projector, dim=4)
+    la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=4)
     with refused(model, KeyboardInterrupt):
         la.fit(Interrupting(batches(), count))
     with pytest.raises(RuntimeError, match="not fitted"):
@@ -122,7 +122,7 @@ def interrupted_model():
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 12])
 def test_an_interrupt_inside_the_forward_pass_of_a_fit_leaves_the_model_as_it_was(count):
     model = interrupted_model()
-    la = SubspaceLaplace(model, "classification", dim=4)
+    la = SubspaceLaplace.paper(model, "classification", dim=4)
     model.remaining = count
     with refused(model, KeyboardInterrupt):
         la.fit(batches())
@@ -169,7 +169,7 @@ def test_an_interrupt_inside_a_projector_leaves_the_model_as_it_was():
             raise KeyboardInterrupt
 
     model = sensitive()
-    la = SubspaceLaplace(model, "classification", projector=interrupting, dim=4)
+    la = SubspaceLaplace.paper(model, "classification", projector=interrupting, dim=4)
     with refused(model, KeyboardInterrupt):
         la.fit(batches())
 

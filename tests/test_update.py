@@ -8,7 +8,7 @@ from sensitive import untouched
 from test_laplace import labels, loader
 
 from sublaplace import SubspaceLaplace
-from sublaplace.jacobians.inputs import select
+from sublaplace.data.batches import select
 
 PRIOR = 0.7
 KINDS = {
@@ -74,7 +74,7 @@ def assert_same_posterior(found, expected, inputs, tolerance):
 def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace(kind, projector, dtype):
     model, inputs, targets = problem(kind, dtype=dtype)
     la = fit(model, kind, part(inputs, targets, FIRST), projector)
-    updated = la.update(part(inputs, targets, SECOND))
+    updated = la.updated(part(inputs, targets, SECOND))
     assert_same_posterior(updated, fit_on_both(la, kind, loader(inputs, targets)), inputs, TOLERANCE[dtype])
 
 
@@ -82,17 +82,17 @@ def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace(kind, pro
 def test_an_update_of_other_networks_equals_brute_force(name):
     model, inputs, targets = problem("classification", name)
     la = fit(model, "classification", part(inputs, targets, FIRST))
-    updated = la.update(part(inputs, targets, SECOND))
+    updated = la.updated(part(inputs, targets, SECOND))
     precision = dense_ggn(model, inputs, softmax_hessians(dense_outputs(model, inputs)))
     precision += PRIOR * torch.eye(len(precision), dtype=torch.float64)
-    expected = subspace_covariance(dense_jacobian(model, inputs), la.projection, precision)
+    expected = subspace_covariance(dense_jacobian(model, inputs), la.projection_matrix(), precision)
     assert close(updated.functional_covariance(inputs, joint=True), expected, 1e-8)
 
 
 def test_an_estimated_noise_is_estimated_anew_from_all_residuals():
     model, inputs, targets = problem("estimated noise")
     la = fit(model, "estimated noise", part(inputs, targets, FIRST))
-    updated = la.update(part(inputs, targets, SECOND))
+    updated = la.updated(part(inputs, targets, SECOND))
     residuals = targets - dense_outputs(model, inputs)
     assert la.noise_std == pytest.approx(float(residuals[FIRST].std(correction=0)), rel=1e-12)
     assert updated.noise_std == pytest.approx(float(residuals.std(correction=0)), rel=1e-12)
@@ -102,14 +102,14 @@ def test_an_estimated_noise_is_estimated_anew_from_all_residuals():
 def test_a_given_noise_stays_as_it_is():
     model, inputs, targets = problem("given noise")
     la = fit(model, "given noise", part(inputs, targets, FIRST))
-    assert la.update(part(inputs, targets, SECOND)).noise_std == la.noise_std == 0.4
+    assert la.updated(part(inputs, targets, SECOND)).noise_std == la.noise_std == 0.4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_updates_equal_one(kind):
     model, inputs, targets = problem(kind)
     la = fit(model, kind, part(inputs, targets, FIRST))
-    once = la.update(part(inputs, targets, SECOND))
+    once = la.updated(part(inputs, targets, SECOND))
     thrice = la
     for which in (slice(15, 20), slice(9, 10), slice(10, 15)):
         thrice = thrice.update(part(inputs, targets, which))
@@ -122,23 +122,23 @@ def test_an_update_keeps_a_prior_that_was_changed_after_the_fit(kind):
     la = fit(model, kind, part(inputs, targets, FIRST))
     other = la.with_prior(9.0).update(part(inputs, targets, SECOND))
     assert other.prior_precision == 9.0
-    assert_same_posterior(other, la.update(part(inputs, targets, SECOND)).with_prior(9.0), inputs, 1e-12)
+    assert_same_posterior(other, la.updated(part(inputs, targets, SECOND)).with_prior(9.0), inputs, 1e-12)
     tuned = la.optimize_prior_precision().prior_precision
-    assert la.update(part(inputs, targets, SECOND)).prior_precision == tuned
+    assert la.updated(part(inputs, targets, SECOND)).prior_precision == tuned
 
 
 def test_updates_and_truncation_commute():
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST))
     new = part(inputs, targets, SECOND)
-    assert_same_posterior(la.truncate(3).update(new), la.update(new).truncate(3), inputs, 1e-10)
+    assert_same_posterior(la.truncated(3).update(new), la.updated(new).truncated(3), inputs, 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["classification", "given noise"])
 def test_more_data_leave_less_variance(kind):
     model, inputs, targets = problem(kind)
     la = fit(model, kind, part(inputs, targets, FIRST))
-    updated = la.update(part(inputs, targets, SECOND))
+    updated = la.updated(part(inputs, targets, SECOND))
     shrinkage = la.functional_covariance(inputs, joint=True) - updated.functional_covariance(inputs, joint=True)
     values = torch.linalg.eigvalsh(shrinkage)
     assert values[0] > -1e-12 * values[-1]
@@ -148,7 +148,7 @@ def test_more_data_leave_less_variance(kind):
 def test_an_update_counts_the_data_of_both():
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST))
-    updated = la.update(part(inputs, targets, SECOND))
+    updated = la.updated(part(inputs, targets, SECOND))
     assert "N=9)" in repr(la) and "N=20)" in repr(updated)
     assert "20 inputs" in updated.summary()
 
@@ -160,7 +160,7 @@ def test_an_update_changes_neither_the_posterior_it_starts_from_nor_the_model(ki
     before = la.functional_covariance(inputs), la.log_marginal_likelihood(), la.noise_std, repr(la)
     model.train()
     with untouched(model):
-        updated = la.update(part(inputs, targets, SECOND))
+        updated = la.updated(part(inputs, targets, SECOND))
     updated.optimize_prior_precision(tune_noise=kind != "classification")
     assert updated is not la
     assert torch.equal(la.functional_covariance(inputs), before[0])
@@ -170,8 +170,8 @@ def test_an_update_changes_neither_the_posterior_it_starts_from_nor_the_model(ki
 def test_batches_of_any_size_give_the_same_update():
     model, inputs, targets = problem("estimated noise")
     la = fit(model, "estimated noise", part(inputs, targets, FIRST))
-    whole = la.update(part(inputs, targets, SECOND, size=11))
-    single = la.update(part(inputs, targets, SECOND, size=1))
+    whole = la.updated(part(inputs, targets, SECOND, size=11))
+    single = la.updated(part(inputs, targets, SECOND, size=1))
     assert_same_posterior(single, whole, inputs, 1e-10)
 
 
@@ -207,10 +207,10 @@ def test_a_bad_loader_is_refused_and_nothing_is_changed(bad):
     before = la.functional_covariance(inputs)
     make_loader, message = BAD_LOADERS[bad]
     with untouched(model), pytest.raises(ValueError, match=message):
-        la.update(make_loader(inputs[SECOND], targets[SECOND]))
+        la.updated(make_loader(inputs[SECOND], targets[SECOND]))
     assert torch.equal(la.functional_covariance(inputs), before)
     assert_same_posterior(
-        la.update(part(inputs, targets, SECOND)),
+        la.updated(part(inputs, targets, SECOND)),
         fit_on_both(la, "classification", loader(inputs, targets)),
         inputs,
         1e-10,
@@ -222,27 +222,27 @@ def test_what_is_no_loader_is_refused(bad):
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST))
     with pytest.raises(TypeError, match="batches"):
-        la.update(bad)
+        la.updated(bad)
 
 
 def test_targets_of_regression_that_are_not_finite_are_refused():
     model, inputs, targets = problem("given noise")
     la = fit(model, "given noise", part(inputs, targets, FIRST))
     with pytest.raises(ValueError, match="NaN"):
-        la.update(loader(inputs[SECOND], targets[SECOND] * float("nan")))
+        la.updated(loader(inputs[SECOND], targets[SECOND] * float("nan")))
 
 
 def test_the_full_posterior_cannot_be_updated_and_says_so():
     model, inputs, targets = problem("classification")
     la = fit(model, "classification", part(inputs, targets, FIRST), "full")
     with pytest.raises(ValueError, match="'full' has no subspace"):
-        la.update(part(inputs, targets, SECOND))
+        la.updated(part(inputs, targets, SECOND))
 
 
 def test_an_update_before_fit_is_refused():
     model, inputs, targets = problem("classification")
     with pytest.raises(RuntimeError, match="not fitted"):
-        SubspaceLaplace(model, "classification").update(part(inputs, targets, SECOND))
+        SubspaceLaplace.paper(model, "classification").update(part(inputs, targets, SECOND))
 
 
 def test_an_update_of_a_model_that_has_changed_since_is_refused():
@@ -251,4 +251,4 @@ def test_an_update_of_a_model_that_has_changed_since_is_refused():
     with torch.no_grad():
         model[0].bias += 1
     with pytest.raises(RuntimeError, match="changed since fit"):
-        la.update(part(inputs, targets, SECOND))
+        la.updated(part(inputs, targets, SECOND))

@@ -9,10 +9,11 @@ from dense_reference import dense_jacobian, dense_outputs
 from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
-from sublaplace import Bernoulli, Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics, weighting
-from sublaplace.curvature import CurvatureStream
-from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.predictive import probit
+from sublaplace import Bernoulli, Complement, Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import num_inputs, select
+from sublaplace.model.likelihoods.links import probit
+from sublaplace.posteriors import weighting
 
 
 def weighted_outside(problem, complement, weight, prior=PRIOR):
@@ -27,7 +28,7 @@ def weighted_outside(problem, complement, weight, prior=PRIOR):
 def test_the_covariance_is_that_of_the_formula_with_the_weighted_curvature(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(complement="kfac", complement_weight=3.0)
-    expected = dense_complemented(problem, la.projection, weighted_outside(problem, "kfac", 3.0))
+    expected = dense_complemented(problem, la.projection_matrix(), weighted_outside(problem, "kfac", 3.0))
     assert la.complement_weight == 3.0
     assert close(problem.covariance(la), problem.jacobian @ expected @ problem.jacobian.T)
 
@@ -38,7 +39,7 @@ def test_another_prior_and_fewer_dimensions_keep_the_weight(complement):
     la = problem.fit(complement=complement, complement_weight=0.25)
     other = la._posterior.with_prior(2.0).truncated(3)
     outside = weighted_outside(problem, complement, 0.25, prior=2.0)
-    expected = dense_complemented(problem, la.projection[:, :3], outside, prior=2.0)
+    expected = dense_complemented(problem, la.projection_matrix()[:, :3], outside, prior=2.0)
     jacobians = Jacobians(la._linearization, problem.new)
     assert close(other.joint_covariance(jacobians), problem.jacobian @ expected @ problem.jacobian.T)
 
@@ -70,7 +71,7 @@ def divergences(problem, la, inputs, rest=None):
     found = {}
     for weight in weighting.WEIGHTS:
         outside = weighted_outside(problem, "kfac", weight)
-        covariance = J @ (dense_complemented(precise, la.projection, outside) if la.dim else outside) @ J.T
+        covariance = J @ (dense_complemented(precise, la.projection_matrix(), outside) if la.dim else outside) @ J.T
         blocks = [slice(i, i + C) for i in range(0, len(J), C)]
         found[weight] = sum(divergence(exact[b, b], covariance[b, b], f) for b, f in zip(blocks, outputs, strict=True))
     return found
@@ -125,7 +126,7 @@ def test_a_complement_of_the_wrong_size_is_corrected():
     model = torch.nn.Linear(4, 1, bias=False).double()
     batches = [(inputs, model(inputs).detach() + torch.randn(40, 1).double())]
     options = {"dim": 0, "complement": "kfac", "noise_std": 0.5, "prior_precision": 1.0}
-    right = SubspaceLaplace(model, "regression", complement_weight="fitted", **options).fit(batches)
+    right = SubspaceLaplace(model, "regression", complement=Complement(None, weight="fitted"), **options).fit(batches)
     assert right.complement_weight == 1.0
     linearization = right._linearization
     context = ProjectorContext(
@@ -154,7 +155,7 @@ def test_bad_weights_are_refused():
         ({"complement": "kfac", "complement_weight": -1}, "must be positive"),
     ):
         with pytest.raises(ValueError, match=message):
-            SubspaceLaplace(model, "classification", **options)
+            SubspaceLaplace.paper(model, "classification", **options)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 0.01])
@@ -165,9 +166,9 @@ def test_a_weighted_training_input_is_taken_out_with_its_weight(weight):
     model = torch.nn.Sequential(*layers).double()
     inputs, targets = torch.randn(40, 4).double(), torch.randn(40, 2).double()
     options = {"dim": 6, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
-    la = SubspaceLaplace(model, "regression", noise_std=0.1, **options)
+    la = SubspaceLaplace.paper(model, Gaussian(0.1), **options)
     la.fit([(inputs, targets, torch.full((40,), weight).double())])
-    expected = SubspaceLaplace(model, "regression", noise_std=0.1 / weight**0.5, **options).fit([(inputs, targets)])
+    expected = SubspaceLaplace.paper(model, Gaussian(0.1 / weight**0.5), **options).fit([(inputs, targets)])
     # What is predicted differs in its noise, so that the weights may differ by a step; without the weight of the
     # inputs, variances would be negative and the weight 64.
     assert 0.5 <= la.complement_weight / expected.complement_weight <= 2
@@ -179,7 +180,7 @@ def test_ignored_targets_are_not_taken_out():
     missing = answers.clone()
     missing[:, 1:] = -1
     options = {"dim": 4, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
-    la = SubspaceLaplace(model, Bernoulli(ignore_index=-1), **options).fit([(inputs, missing)])
+    la = SubspaceLaplace.paper(model, Bernoulli(ignore_index=-1), **options).fit([(inputs, missing)])
     (jacobian,) = Jacobians(la._linearization, inputs[:3])
     H = weighting._hessians(jacobian, Bernoulli(ignore_index=-1), torch.tensor([[1.0, 0]]).expand(3, 2).double())
     assert (H[:, 1:] == 0).all() and (H[:, :, 1:] == 0).all() and (H[:, 0, 0] > 0).all()
@@ -193,12 +194,6 @@ def test_where_no_weight_is_better_it_stays_one():
     inputs = torch.randn(6, 4).double().repeat(10, 1)
     targets = torch.randn(60, 2).double()
     la = SubspaceLaplace(
-        model,
-        "regression",
-        projector="lowrank-ggn",
-        dim=12,
-        complement="kfac",
-        complement_weight="fitted",
-        noise_std=0.5,
+        model, Gaussian(0.5), projector="lowrank-ggn", dim=12, complement=Complement("kfac", weight="fitted")
     ).fit([(inputs, targets)])
     assert la.complement_weight == 1.0

@@ -20,12 +20,16 @@ from test_laplace import labels, loader
 from test_prior import same_basis
 from torch import nn
 
-from sublaplace import PROJECTORS, Basis, Bernoulli, Categorical, Gaussian, Subset, SubspaceLaplace
-from sublaplace.curvature import CurvatureStream, diagonal_ggn, exact_ggn, kronecker_ggn, reduced_ggn
-from sublaplace.jacobians import Linearization
-from sublaplace.jacobians.inputs import num_inputs, select
+from sublaplace import PROJECTORS, Basis, Bernoulli, Categorical, Drawn, Gaussian, Resources, Subset, SubspaceLaplace
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.reduced import reduced_ggn
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import num_inputs, select
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.residuals import Residuals
 from sublaplace.projectors.swag import swag_variances
-from sublaplace.residuals import Residuals
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -239,7 +243,7 @@ def test_weights_in_a_mapping_are_those_of_a_triple():
             assert torch.equal(found[name], matrix), name
     plain = [{key: value for key, value in batch.items() if key != "sample_weight"} for batch in mappings]
     assert not close(curvatures(stream(model, plain, Categorical()))["primal"], expected["primal"], 0.1)
-    la = SubspaceLaplace(model, "classification", dim=3).fit(mappings)
+    la = SubspaceLaplace.paper(model, "classification", dim=3).fit(mappings)
     assert torch.equal(la(mappings), la(triples))
     assert torch.allclose(la(mappings), la(inputs))
 
@@ -284,7 +288,7 @@ def test_the_evidence_with_weights_equals_brute_force(kind):
     model, inputs, targets = problem(kind)
     outputs, likelihood = dense_outputs(model, inputs), likelihood_of(kind, 2)
     weights = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
-    la = SubspaceLaplace(model, likelihood, dim=5, prior_precision=PRIOR).fit(weighted(inputs, targets, weights))
+    la = SubspaceLaplace.paper(model, likelihood, dim=5, prior_precision=PRIOR).fit(weighted(inputs, targets, weights))
     if kind == "classification":
         each, hessians = -F.cross_entropy(outputs, targets, reduction="none"), softmax_hessians(outputs)
     elif kind == "binary":
@@ -296,10 +300,10 @@ def test_the_evidence_with_weights_equals_brute_force(kind):
         hessians = torch.diag(stds**-2).expand(12, 2, 2)
     ggn = dense_ggn(model, inputs, weights[:, None, None] * hessians)
     for prior in (1e-3, PRIOR, 50.0):
-        expected = laplace_evidence((weights * each).sum(), ggn, model, prior, la.projection)
+        expected = laplace_evidence((weights * each).sum(), ggn, model, prior, la.projection_matrix())
         assert float(la.log_marginal_likelihood(prior)) == pytest.approx(float(expected), rel=1e-9)
     precision = ggn + PRIOR * torch.eye(len(ggn), dtype=torch.float64)
-    covariance = subspace_covariance(dense_jacobian(model, inputs), la.projection, precision)
+    covariance = subspace_covariance(dense_jacobian(model, inputs), la.projection_matrix(), precision)
     assert close(la.functional_covariance(inputs, joint=True), covariance, 1e-8)
 
 
@@ -323,10 +327,10 @@ def test_estimated_noises_are_the_weighted_spreads_of_the_residuals(size):
     mean = weights @ residuals / weights.sum()
     variances = weights @ (residuals - mean).square() / weights.sum()
     batches = weighted(inputs, targets, weights, size)
-    each = SubspaceLaplace(model, "regression", "subset-magnitude", dim=3, noise_std="per-output").fit(batches)
+    each = SubspaceLaplace.paper(model, Gaussian("per-output"), projector="subset-magnitude", dim=3).fit(batches)
     assert each.noise_std == pytest.approx(variances.sqrt().tolist(), rel=1e-10)
     everything = weights @ (residuals - mean.mean()).square() / weights.sum()
-    pooled = SubspaceLaplace(model, "regression", "subset-magnitude", dim=3).fit(batches)
+    pooled = SubspaceLaplace.paper(model, "regression", projector="subset-magnitude", dim=3).fit(batches)
     assert pooled.noise_std == pytest.approx(float(everything.mean().sqrt()), rel=1e-10)
 
 
@@ -368,7 +372,7 @@ def test_validation_with_weights_is_that_of_repeated_inputs(kind):
 
 def test_validation_data_of_which_nothing_counts_are_refused():
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, "classification", dim=3).fit(loader(inputs, targets))
+    la = SubspaceLaplace.paper(model, "classification", dim=3).fit(loader(inputs, targets))
     with pytest.raises(ValueError, match="nothing in it counts"):
         la.optimize_prior_precision("validation", val_loader=weighted(inputs, targets, torch.zeros(12)))
 
@@ -382,8 +386,8 @@ def test_an_update_with_weights_equals_one_with_repeated_inputs(kind, dtype):
     options = options_of(kind, estimated=True) | {"dim": 4, "prior_precision": PRIOR}
     la = SubspaceLaplace(model, **options).fit(loader(inputs, targets, 6))
     _, new, wanted = problem(kind, seed=3, dtype=dtype)
-    one = la.update(weighted(new, wanted, counts().to(dtype)))
-    other = la.update(repeated(new, wanted, counts()))
+    one = la.updated(weighted(new, wanted, counts().to(dtype)))
+    other = la.updated(repeated(new, wanted, counts()))
     assert_same_posterior(one, other, inputs, TOLERANCE[dtype])
     both = SubspaceLaplace(model, **options | {"projector": same_basis(la)})
     both.fit(loader(inputs, targets, 6) + weighted(new, wanted, counts().to(dtype)))
@@ -424,7 +428,9 @@ def drawn_inputs(model, likelihood, batches, size=None, seed=0):
         seen.append(context.subspace_jacobians.inputs)
         return PROJECTORS["subset-magnitude"](context)
 
-    SubspaceLaplace(model, likelihood, projector, dim=2, num_subspace_inputs=size, seed=seed).fit(batches)
+    SubspaceLaplace.paper(model, likelihood, projector=projector, dim=2, subspace_inputs=Drawn(size), seed=seed).fit(
+        batches
+    )
     return seen[0]
 
 
@@ -462,9 +468,9 @@ def test_subspace_inputs_are_drawn_only_from_inputs_that_count(kind):
 def test_a_fit_of_which_nothing_counts_is_refused(kind):
     model, inputs, targets = problem()
     if kind == "weights":
-        la, batches = SubspaceLaplace(model, "classification"), weighted(inputs, targets, torch.zeros(12))
+        la, batches = SubspaceLaplace.paper(model, "classification"), weighted(inputs, targets, torch.zeros(12))
     else:
-        la = SubspaceLaplace(model, Categorical(ignore_index=-100))
+        la = SubspaceLaplace.paper(model, Categorical(ignore_index=-100))
         batches = loader(inputs, torch.full((12,), -100))
     with pytest.raises(ValueError, match="No training input counts"):
         la.fit(batches)
@@ -473,7 +479,7 @@ def test_a_fit_of_which_nothing_counts_is_refused(kind):
 @pytest.mark.parametrize("options", [{"dim": 3}, {"projector": "full", "prior_precision": "marglik"}])
 def test_a_fit_of_which_nothing_counts_is_refused_where_no_input_is_drawn(options):
     model, inputs, targets = problem()
-    la = SubspaceLaplace(model, "classification", subspace_inputs=inputs, **options)
+    la = SubspaceLaplace.paper(model, "classification", subspace_inputs=inputs, **options)
     with pytest.raises(ValueError, match="No training input counts"):
         la.fit(weighted(inputs, targets, torch.zeros(12)))
 
@@ -502,7 +508,7 @@ def test_what_cannot_be_weights_is_refused(form, weights, message):
     if form == "mapping":
         batch = {**inputs, "labels": targets, "sample_weight": weights}
     with pytest.raises(ValueError, match=message):
-        SubspaceLaplace(model, "classification", dim=3).fit([batch])
+        SubspaceLaplace.paper(model, "classification", dim=3).fit([batch])
 
 
 # Labels that do not count ---------------------------------------------------------------------------------------------
@@ -523,8 +529,8 @@ def test_ignored_labels_are_inputs_left_out(kind, tolerance, dtype):
         TOLERANCE[dtype],
     )
     options = {"dim": 4, "prior_precision": PRIOR}
-    one = SubspaceLaplace(model, ignoring, **options).fit(loader(inputs, some, 6))
-    assert_same_posterior(one, SubspaceLaplace(model, plain, **options).fit(kept), inputs, TOLERANCE[dtype])
+    one = SubspaceLaplace.paper(model, ignoring, **options).fit(loader(inputs, some, 6))
+    assert_same_posterior(one, SubspaceLaplace.paper(model, plain, **options).fit(kept), inputs, TOLERANCE[dtype])
 
 
 @EXACT_AND_QUICK
@@ -591,10 +597,10 @@ def test_missing_answers_are_left_out_where_directions_may_be_dropped(dtype):
 )
 def test_the_posterior_and_evidence_with_missing_answers_equal_brute_force(direction_tolerance, dtype):
     model, inputs, targets = missing_answers(dtype=dtype)
-    la = SubspaceLaplace(
-        model, Bernoulli(-1), dim=5, prior_precision=PRIOR, direction_tolerance=direction_tolerance
+    la = SubspaceLaplace.paper(
+        model, Bernoulli(-1), dim=5, prior_precision=PRIOR, resources=Resources(direction_tolerance=direction_tolerance)
     ).fit(loader(inputs, targets, 6))
-    outputs, known, P = dense_outputs(model, inputs), targets != -1, la.projection.double()
+    outputs, known, P = dense_outputs(model, inputs), targets != -1, la.projection_matrix().double()
     each = F.logsigmoid(torch.where(targets == 1, outputs, -outputs))
     ggn = dense_ggn(model, inputs, sigmoid_hessians(outputs) * known[:, :, None])
     precision = ggn + PRIOR * torch.eye(len(ggn), dtype=torch.float64)
@@ -617,7 +623,7 @@ def test_ignored_targets_add_nothing_to_any_likelihood(targets_as):
     likelihood.check_targets(outputs, answers_given)
     assert likelihood.counted(answers_given).tolist() == known.bool().tolist()
     each = F.logsigmoid(torch.where(answers == 1, outputs, -outputs))
-    assert torch.allclose(likelihood.log_likelihood(outputs, answers_given), (each * known).sum(1), rtol=1e-12)
+    assert torch.allclose(likelihood.log_density(outputs, answers_given), (each * known).sum(1), rtol=1e-12)
     predictive = F.logsigmoid(torch.where(answers == 1, outputs, -outputs) / (1 + torch.pi / 8) ** 0.5)
     found = likelihood.log_predictive(outputs, covariance, answers_given)
     assert torch.allclose(found, (predictive * known).sum(1), rtol=1e-12)
@@ -658,7 +664,7 @@ def test_labels_that_are_neither_a_class_nor_ignored_are_refused(likelihood, lab
     model, inputs, targets = problem()
     targets[3] = label
     with pytest.raises(ValueError, match=r"Labels must lie in 0 … 1, but they range from"):
-        SubspaceLaplace(model, likelihood, dim=3).fit(loader(inputs, targets))
+        SubspaceLaplace.paper(model, likelihood, dim=3).fit(loader(inputs, targets))
 
 
 def test_without_an_ignored_label_the_error_says_how_to_have_one():
@@ -673,7 +679,7 @@ def test_validation_and_swag_leave_ignored_labels_out():
     some, times = targets.clone(), (counts() > 0).long()
     some[times == 0] = -100
     batches, kept = loader(inputs, some, 6), repeated(inputs, targets, times)
-    la = SubspaceLaplace(model, Categorical(-100), dim=8).fit(batches)
+    la = SubspaceLaplace.paper(model, Categorical(-100), dim=8).fit(batches)
     other = la.with_prior(PRIOR)
     la.optimize_prior_precision("validation", val_loader=batches)
     other.optimize_prior_precision("validation", val_loader=kept)
@@ -689,8 +695,8 @@ def test_validation_and_swag_leave_ignored_labels_out():
 
 def test_ignoring_a_label_that_does_not_occur_changes_nothing():
     model, inputs, targets = problem(n=9)
-    plain = SubspaceLaplace(model, "classification", dim=4).fit(loader(inputs, targets))
-    ignoring = SubspaceLaplace(model, Categorical(-100), dim=4).fit(loader(inputs, targets))
+    plain = SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, targets))
+    ignoring = SubspaceLaplace.paper(model, Categorical(-100), dim=4).fit(loader(inputs, targets))
     assert close(ignoring(inputs), plain(inputs), 1e-12)
     assert num_inputs(inputs) == 9 and "N=9" in repr(ignoring)
 
@@ -698,9 +704,9 @@ def test_ignoring_a_label_that_does_not_occur_changes_nothing():
 def test_a_loaded_classification_knows_which_labels_do_not_count(tmp_path):
     model, inputs, targets = problem()
     targets[5] = -100
-    la = SubspaceLaplace(model, Categorical(-100), dim=4).fit(loader(inputs, targets))
+    la = SubspaceLaplace.paper(model, Categorical(-100), dim=4).fit(loader(inputs, targets))
     la.save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert torch.equal(loaded(inputs), la(inputs))
     more = loader(inputs, targets)
-    assert torch.equal(loaded.update(more)(inputs), la.update(more)(inputs))
+    assert torch.equal(loaded.update(more)(inputs), la.updated(more)(inputs))

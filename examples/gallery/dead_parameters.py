@@ -40,8 +40,8 @@ for name, colour, style in (
     ("subset-magnitude", AMBER, "--"),
     ("subset-diagonal", SKY, "--"),
 ):
-    la = SubspaceLaplace(model, "regression", projector=name, dim=200).fit([(x, y)])
-    trace = la.trace(x)
+    la = SubspaceLaplace.paper(model, "regression", projector=name, dim=200).fit([(x, y)])
+    trace = la.leading_traces(x)
     right.plot(range(1, len(trace) + 1), trace, color=colour, ls=style, lw=2, label=name)
     print(f"{name}: trace {float(trace[-1]):.3g} at s = {la.dim}")
 right.set(xlabel="dimension s", ylabel="variance that the subspace holds", title="The largest variances are of no use")

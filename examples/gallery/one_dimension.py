@@ -33,8 +33,8 @@ for _ in range(3000):
     optimizer.step()
 
 options = {"prior_precision": PRIOR, "noise_std": NOISE}
-subspace = SubspaceLaplace(model, "regression", dim=20, subspace_inputs=grid, **options).fit([(x, y)])
-full = SubspaceLaplace(model, "regression", projector="full", **options).fit([(x, y)])
+subspace = SubspaceLaplace.paper(model, "regression", dim=20, subspace_inputs=grid, **options).fit([(x, y)])
+full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(x, y)])
 process = GaussianProcessRegressor(ConstantKernel() * RBF() + WhiteKernel(NOISE**2), random_state=0).fit(x, y[:, 0])
 
 

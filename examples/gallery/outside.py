@@ -20,7 +20,7 @@ from pictures import BLUE, GREEN, GREY, RED, save
 from sklearn.datasets import load_diabetes
 from torch import nn
 
-from sublaplace import SubspaceLaplace, metrics
+from sublaplace import Complement, Drawn, SubspaceLaplace, metrics
 
 warnings.filterwarnings("ignore", "dim=.* is above the numerical rank")
 
@@ -49,8 +49,8 @@ y = torch.sin(2 * x) + NOISE * torch.randn_like(x)
 grid = torch.linspace(-4.5, 4.5, 200, dtype=torch.float64)[:, None]
 model = trained(x, y, width=50, noise=NOISE, prior=1.0, steps=3000)
 options = {"prior_precision": 1.0, "noise_std": NOISE}
-la = SubspaceLaplace(model, "regression", dim=DIM, subspace_inputs=grid, **options).fit([(x, y)])
-full = SubspaceLaplace(model, "regression", projector="full", **options).fit([(x, y)])
+la = SubspaceLaplace.paper(model, "regression", dim=DIM, subspace_inputs=grid, **options).fit([(x, y)])
+full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(x, y)])
 bounds = la.bounds(grid)
 below, above = (ends[:, 0, 0].sqrt() for ends in (bounds.lower, bounds.upper))
 bands.fill_between(grid[:, 0], below, above, color=RED, alpha=0.25, lw=0, label=f"guaranteed, s = {DIM}")
@@ -71,7 +71,7 @@ model = trained(data[train], target[train], width=40, noise=NOISE, prior=PRIOR, 
 options = {"prior_precision": PRIOR, "noise_std": NOISE}
 batches = [(data[train], target[train])]
 new = data[test]
-full = SubspaceLaplace(model, "regression", projector="full", **options).fit(batches)
+full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit(batches)
 reference = full.functional_covariance(new, joint=True)
 noise = NOISE**2 * torch.eye(len(reference), dtype=torch.float64)
 
@@ -86,10 +86,10 @@ for inputs, settings, style in (
     ("training inputs, KFAC", {"num_subspace_inputs": 300}, "-"),
     ("the new inputs, exact GGN", {"projector": "lowrank-ggn", "subspace_inputs": new}, "--"),
 ):
-    la = SubspaceLaplace(model, "regression", dim=DIM, **settings, **options).fit(batches)
+    la = SubspaceLaplace.paper(model, "regression", dim=DIM, **settings, **options).fit(batches)
     every = range(1, la.dim + 1)
-    shares.plot(every, la.trace(new) / reference.trace(), color=BLUE, ls=style, label=f"true; {inputs}")
-    shares.plot(every, la.captured(new), color=RED, ls=style, label=f"guaranteed; {inputs}")
+    shares.plot(every, la.leading_traces(new) / reference.trace(), color=BLUE, ls=style, label=f"true; {inputs}")
+    shares.plot(every, la.captured_share(new), color=RED, ls=style, label=f"guaranteed; {inputs}")
 shares.set(title="share of the full variance", xlabel="s", ylim=(0, 1.45), yticks=[0, 0.25, 0.5, 0.75, 1])
 
 curves = {
@@ -101,11 +101,15 @@ curves = {
     ),
 }
 for label, (colour, settings) in curves.items():
-    la = SubspaceLaplace(model, "regression", dim=DIM, num_subspace_inputs=300, **settings, **options).fit(batches)
-    found = [divergence(la.truncate(s)) for s in dims]
+    la = SubspaceLaplace.paper(model, "regression", dim=DIM, subspace_inputs=Drawn(300), **settings, **options).fit(
+        batches
+    )
+    found = [divergence(la.truncated(s)) for s in dims]
     divergences.plot(dims, found, color=colour, marker=".", label=label)
     print(f"{label}: KL {found[0]:.3g} at s = 1, {found[-1]:.3g} at s = {DIM}")
-kfac = SubspaceLaplace(model, "regression", dim=0, complement="kfac", **options).fit(batches)
+kfac = SubspaceLaplace(model, "regression", projector=None, complement=Complement("kfac", weight=1.0), **options).fit(
+    batches
+)
 divergences.axhline(divergence(kfac), color=BLUE, ls=":", label="KFAC alone")
 divergences.set(title="KL from the full approximation", xlabel="s", yscale="log", ylim=(3, 1000))
 for ax in figure.axes:

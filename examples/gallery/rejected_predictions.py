@@ -14,7 +14,7 @@ from pictures import BLUE, GREY, RED, save
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from sublaplace import SubspaceLaplace, metrics
+from sublaplace import Complement, SubspaceLaplace, metrics
 
 torch.manual_seed(0)
 pixels, digits = load_digits(return_X_y=True)
@@ -34,7 +34,9 @@ for name, complement, colour, style in (
     ("subspace, s = 100", None, RED, "-"),
     ("with KFAC outside", "kfac", BLUE, "--"),
 ):
-    la = SubspaceLaplace(model, "classification", dim=100, complement=complement).fit([(x[train], y[train])])
+    la = SubspaceLaplace(model, "classification", dim=100, complement=Complement(complement, weight=1.0)).fit(
+        [(x[train], y[train])]
+    )
     la.optimize_prior_precision("validation", val_loader=[(x[validation], y[validation])])
     shown[name] = (la(x[test]), colour, style)
 

@@ -11,7 +11,7 @@ from pictures import BLUE, RED, save
 from sklearn.datasets import make_moons
 from torch import nn
 
-from sublaplace import SubspaceLaplace
+from sublaplace import Complement, SubspaceLaplace
 
 torch.manual_seed(0)
 points, kinds = make_moons(200, noise=0.15, random_state=0)
@@ -24,8 +24,8 @@ for _ in range(800):
     optimizer.step()
 
 options = {"dim": 60, "prior_precision": "marglik"}
-subspace = SubspaceLaplace(model, "classification", **options).fit([(x, y)])
-with_kfac = SubspaceLaplace(model, "classification", complement="kfac", **options).fit([(x, y)])
+subspace = SubspaceLaplace.paper(model, "classification", **options).fit([(x, y)])
+with_kfac = SubspaceLaplace(model, "classification", complement=Complement("kfac", weight=1.0), **options).fit([(x, y)])
 
 side = torch.linspace(-5, 6, 120)
 grid = torch.cartesian_prod(side, side - 0.5)

@@ -1,21 +1,32 @@
 """Honest uncertainty for trained PyTorch networks: the Laplace approximation in a subspace of their parameters."""
 
 from sublaplace import metrics
-from sublaplace.certificate import Bounds, Certificate
-from sublaplace.checked_file import SavedFileError
-from sublaplace.complement import ComplementedPosterior
-from sublaplace.jacobians import Jacobian, Jacobians, Linearization, OuterBlock
+from sublaplace.curvature.cache import Curvatures
+from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
+from sublaplace.curvature.precision import BlockPrecision, isotropic_precision
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.subspace_inputs import Drawn, Perturbed
+from sublaplace.jacobians.blocks import OuterBlock
+from sublaplace.jacobians.chunks import ChunkPolicy
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.laplace import SubspaceLaplace
-from sublaplace.likelihoods import Bernoulli, Categorical, Gaussian
-from sublaplace.posterior import SubspacePosterior
-from sublaplace.precision import BlockPrecision, DensePrecision, DualPrecision, isotropic_precision
-from sublaplace.predictive import Prediction
+from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.bernoulli import Bernoulli
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian
+from sublaplace.model.prediction import Prediction
+from sublaplace.options import Captured, Complement, Resources
+from sublaplace.posteriors.certificate import Bounds, Certificate
+from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Basis, Subset
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.low_rank import low_rank
-from sublaplace.projectors.names import PROJECTORS
+from sublaplace.projectors.registry import PROJECTORS, Projector, projector
+from sublaplace.runtime.files import SavedFileError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "PROJECTORS",
@@ -23,18 +34,28 @@ __all__ = [
     "Bernoulli",
     "BlockPrecision",
     "Bounds",
+    "Captured",
     "Categorical",
     "Certificate",
+    "ChunkPolicy",
+    "Complement",
     "ComplementedPosterior",
+    "CurvatureStream",
+    "Curvatures",
     "DensePrecision",
+    "Drawn",
     "DualPrecision",
     "Gaussian",
     "Jacobian",
     "Jacobians",
+    "Likelihood",
     "Linearization",
     "OuterBlock",
+    "Perturbed",
     "Prediction",
+    "Projector",
     "ProjectorContext",
+    "Resources",
     "SavedFileError",
     "Subset",
     "SubspaceLaplace",
@@ -42,4 +63,5 @@ __all__ = [
     "isotropic_precision",
     "low_rank",
     "metrics",
+    "projector",
 ]

@@ -1,7 +1,7 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,338 +9,267 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sublaplace import checked_file, fitting, later_passes, serialization
-from sublaplace.arguments import (
-    AUTO,
-    checked_complement,
-    checked_complement_weight,
+from sublaplace.curvature.matrix_free import FullCovariance
+from sublaplace.data.batches import input_batches, num_inputs
+from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
+from sublaplace.data.subspace_inputs import joined_inputs
+from sublaplace.fitting import update
+from sublaplace.fitting.fit import fit, new_linearization
+from sublaplace.fitting.fitted import Fitted, Stage
+from sublaplace.fitting.report import summary_text
+from sublaplace.fitting.saving import model_fingerprint, posterior_from, require_same_model
+from sublaplace.fitting.survey import Survey
+from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
+from sublaplace.former_names import missing_member, refuse_arguments
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.network import Forward
+from sublaplace.model.calling import call_model
+from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.gaussian import checked_noise
+from sublaplace.model.likelihoods.links import LINKS, Covariance
+from sublaplace.model.linalg import diagonal_blocks
+from sublaplace.model.parameters import ParameterLayout
+from sublaplace.model.prediction import Prediction
+from sublaplace.options import (
+    Captured,
+    Complement,
+    Options,
+    Resources,
     checked_count,
-    checked_dim,
-    checked_folder,
-    checked_likelihood,
-    checked_noise,
+    checked_options,
     checked_positive,
-    checked_prior,
-    checked_projector,
-    checked_seed,
-    checked_share,
-    checked_subspace_inputs,
-    checked_tolerance,
-    optional_count,
+    option_from,
+    plain_numbers,
+    require_cpu_for,
 )
-from sublaplace.certificate import Bounds, Certificate
-from sublaplace.complement import ComplementedPosterior
-from sublaplace.data import Chained, checked_loader, input_batches, with_labels_under
-from sublaplace.distributed import shared_out
-from sublaplace.fitting import Stage
-from sublaplace.jacobians import Jacobian, Jacobians, Linearization
-from sublaplace.jacobians.inputs import call_model, num_inputs
-from sublaplace.likelihoods import Gaussian, Likelihood, Noise
-from sublaplace.matrix_free import FullCovariance
-from sublaplace.memory import default_budget, require
-from sublaplace.parameters import ParameterLayout, in_working_precision
-from sublaplace.posterior import Posterior, SubspacePosterior
-from sublaplace.precision import BlockPrecision
-from sublaplace.predictive import LINKS, Prediction
-from sublaplace.prior import Evidence, best_prior_on, evidence_of
-from sublaplace.projection import Projection
-from sublaplace.projectors.context import Projector, ProjectorContext
-from sublaplace.settings import Settings
-from sublaplace.subspace_inputs import joined_inputs
-from sublaplace.summary import summary_text
-from sublaplace.survey import NoiseEstimate, Survey
+from sublaplace.posteriors.certificate import Bounds, Certificate
+from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.projectors.registry import Builder, Projector, restored_projector
+from sublaplace.runtime import files
+from sublaplace.runtime.distributed import shared_out
+from sublaplace.runtime.memory import require
 
 
 class SubspaceLaplace:
-    """The Laplace approximation of a trained network in a subspace of its parameters.
+    """The Laplace approximation of a trained network, exact in a subspace of its parameters.
 
     Args:
-        model: any module that maps a batch to (n, C); trained; left as it is. Devices and dtypes follow it; a half
-            precision model is copied to float32, with a warning.
-        likelihood: "classification", "regression", "binary" (also "multi-label": yes/no outputs) or a likelihood
-            object, such as ``Categorical(ignore_index=-100)``.
-        projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`.
-        dim: s, the dimension of the subspace ("full" and "last-layer" have their own). "auto": the smallest that
-            guarantees the share `captured` of the full approximation's trace. 0, with a complement: no subspace.
-        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "marglik": the λ that maximises the evidence of the KFAC
-            approximation, found before P is built.
-        noise_std: σ of regression, one number or one for each output; None: the standard deviation of the training
-            residuals, pooled over the outputs; "per-output": that of each output. Alias `sigma_noise`.
-        subspace_inputs: X′, a tensor or loader of inputs (no labels needed) that P is built from; None: drawn from the
-            training data; "perturbed": drawn, with noise of `perturbation` times the spread of the data.
-        num_subspace_inputs: how many are drawn; None: max(100, 2s/C), at most all.
+        model: any module that maps a batch to (n, C); trained; left as it is. Devices and dtypes follow it. A
+            half-precision model is copied to float32, with a warning.
+        likelihood: "classification", "regression", "binary", "multi-label", or a likelihood object such as
+            ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``.
+        dim: s, the dimension of the subspace, or ``Captured(0.5, at_most=500)``: the smallest that guarantees this
+            share of the full approximation's trace. None: 100.
+        projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
+            with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
-            "diagonal".
-        complement_weight: how much the curvature outside counts. "fitted": the weight that brings the posterior nearest
-            to the full Laplace approximation on a fifth of X′, which is held back.
-        memory_budget: bytes for temporary chunks; None: a quarter of what is free.
-        scratch_folder: keep P, and its products with the GGN, in nameless files of this folder instead of in memory;
-            for CPU models whose p·s numbers do not fit.
-        seed: of the library's own generators; the global random state is never touched.
-        forward: how the model is called, (model, inputs) → (n, C); None: ``model(x)``, ``model(**x)`` for a mapping,
-            ``model(*x)`` for a tuple, and ``.logits`` of the result where there is such a thing.
-        direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
-            None: 1e-8, and 0 for float64 models.
+            "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``.
+        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), "evidence": the λ that maximises the evidence of the KFAC
+            approximation, found before P is built, or "auto".
+        subspace_inputs: X′, from which P is built: inputs (a tensor, a batch or a loader; labels are not needed),
+            ``Drawn(200)`` or ``Perturbed(0.1)``. None: drawn from the training data.
+        forward: how the model is called, (model, inputs) → (n, C). None: ``model(x)``, ``model(**x)`` for a mapping,
+            ``model(*x)`` for a tuple, and ``.logits`` of the result if it has them.
         labels_key: where a batch that is a mapping holds its targets; all else in it is given to the model.
-        captured: the share that dim="auto" must guarantee.
-        max_dim: the largest dimension that dim="auto" may take; None: 500.
-        perturbation: of subspace_inputs="perturbed".
-        certified: make what `bounds` and `captured` need in the same pass as the posterior, with no direction dropped;
-            otherwise they make it when first asked, in a pass of their own over the training data.
+        seed: of the library's own generators; the global random state is never touched.
+        resources: memory, scratch folder and tolerances, see `Resources`.
+        former: arguments of version 0.1, refused with their new spelling.
     """
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: str | Likelihood,
-        projector: str | Projector = "lowrank-kfac",
-        dim: int | str = 100,
-        prior_precision: float | str = 1.0,
-        noise_std: float | Sequence[float] | Tensor | str | None = None,
-        subspace_inputs: Any = None,
-        num_subspace_inputs: int | None = None,
-        complement: str | None = None,
-        memory_budget: int | None = None,
-        seed: int = 0,
+        dim: int | Captured | None = None,
         *,
-        sigma_noise: float | Sequence[float] | Tensor | str | None = None,
-        forward: Callable[[nn.Module, Any], Tensor] | None = None,
+        projector: str | Projector | Builder | None = "lowrank-kfac",
+        complement: str | Complement | None = None,
+        prior_precision: float | str = "auto",
+        subspace_inputs: Any = None,
+        forward: Forward | None = None,
         labels_key: str = "labels",
-        direction_tolerance: float | None = None,
-        captured: float = 0.5,
-        max_dim: int | None = None,
-        perturbation: float = 0.1,
-        complement_weight: float | str = 1.0,
-        certified: bool = False,
-        scratch_folder: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        resources: Resources | None = None,
+        **former: Any,
     ) -> None:
+        refuse_arguments(former)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-        if noise_std is not None and sigma_noise is not None:
-            raise ValueError("noise_std and sigma_noise are two names of the same thing; give one of them.")
         self.model = model
-        given_noise = noise_std if noise_std is not None else sigma_noise
-        self._noise_std = checked_noise(given_noise)
-        estimated_noise: NoiseEstimate | None = None
-        if isinstance(likelihood, str) and likelihood == "regression" and self._noise_std is None:
-            estimated_noise = "pooled" if given_noise is None else "per-output"
-        self._settings = Settings(
-            likelihood=checked_likelihood(likelihood, given_noise),
-            estimated_noise=estimated_noise,
-            projector=checked_projector(projector, checked_complement(complement), dim),
-            dim=AUTO if isinstance(dim, str) and dim == AUTO else checked_dim(dim, 1 if complement is None else 0),
-            # None: λ is tuned when fitting.
-            prior_precision=None if prior_precision == "marglik" else checked_prior(prior_precision),
-            subspace_inputs=checked_subspace_inputs(subspace_inputs, labels_key),
-            num_subspace_inputs=optional_count(num_subspace_inputs, "num_subspace_inputs"),
-            complement=complement,
-            complement_weight=checked_complement_weight(complement_weight, complement),
-            seed=checked_seed(seed),
-            direction_tolerance=checked_tolerance(direction_tolerance),
-            certified=certified,
-            captured=checked_share(captured, "captured"),
-            max_dim=optional_count(max_dim, "max_dim"),
-            perturbation=checked_positive(perturbation, "perturbation"),
+        self._options = checked_options(
+            likelihood, dim, projector, complement, prior_precision, subspace_inputs, labels_key, seed, resources
         )
-        self._memory_budget = optional_count(memory_budget, "memory_budget")
-        self._scratch_folder = checked_folder(scratch_folder, model)
-        self._forward = call_model if forward is None else forward
+        require_cpu_for(self._options.resources.scratch_folder, model)
+        self._forward: Forward = call_model if forward is None else forward
         self._labels_key = labels_key
         self._layout = ParameterLayout.of(model)
-        self._posterior: Posterior | None = None
-        self._certificate: Certificate | None = None
-        self._linearization: Linearization | None = None
-        self._survey: Survey | None = None
-        self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
+        self._state: Fitted | None = None
         self._fingerprint: tuple[object, ...] = ()
-        self._stages: dict[str, Stage] = {}
-        self._kfac_trace_ratios: dict[str, float] = {}
-        self._captured: float | None = None  # as the fit found it
+        self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
+
+    @classmethod
+    def paper(
+        cls,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        dim: int | Captured | None = None,
+        prior_precision: float | str = 1.0,
+        *,
+        projector: str | Projector | Builder = "lowrank-kfac",
+        **options: Any,
+    ) -> "SubspaceLaplace":
+        """Return exactly the paper's posterior: the subspace alone, with a given λ and nothing outside.
+
+        Args:
+            model: as for the class.
+            likelihood: as for the class.
+            dim: as for the class.
+            prior_precision: λ; "evidence" as the paper tuned it.
+            projector: as for the class.
+            options: any other argument of the class.
+        """
+        return cls(
+            model,
+            likelihood,
+            dim,
+            projector=projector,
+            complement=None,
+            prior_precision=prior_precision,
+            **options,
+        )
 
     # Fitting ----------------------------------------------------------------------------------------------------------
 
     def fit(
         self,
         train_loader: Iterable[Any],
-        progress: bool = False,
+        val_loader: Iterable[Any] | None = None,
+        *,
+        certify: bool = False,
         checkpoint: str | os.PathLike[str] | None = None,
+        sharded: bool = False,
+        progress: bool = False,
     ) -> "SubspaceLaplace":
-        """Builds P and the reduced posterior from a re-iterable of (inputs, targets) batches; returns self.
+        """Build P and the posterior from the training data, and return self.
 
         A batch may hold sample weights as well, (inputs, targets, weights): weight 2 counts like the input given twice.
-        Streams the data a few times: once to look at it, once or twice for the curvature. If anything fails, the model
-        and this object are as before.
+        The data are read a few times: once to look at them, once or twice for the curvature. If anything fails, the
+        model and this object are as before.
 
-        checkpoint: a folder where the work done so far is put aside every few seconds; a killed fit called again with
-        it goes on from there, and ends with the same result. It needs a loader that does not shuffle, and is removed
-        when the fit is done.
+        Args:
+            train_loader: a re-iterable of (inputs, targets) batches.
+            val_loader: validation data; with them λ (and σ) minimise their NLL, see `tuned`.
+            certify: make what `bounds` and `captured_share` need in the same pass, with no direction dropped;
+                otherwise they make it when first asked, in a pass of their own.
+            checkpoint: a folder where the work done so far is put aside every few seconds. A killed fit called again
+                with it goes on from there and ends with the same result. It needs a loader that does not shuffle.
+            sharded: in a process group, each rank's loader holds its own share of the data already; otherwise every
+                rank is given the same loader, whose batches are shared out.
+            progress: show bars.
+
+        Raises:
+            ValueError: for data that do not fit the model or the likelihood.
+            MemoryError: before an allocation that cannot fit.
         """
-        loader = shared_out(self._checked_loader(train_loader))
-        linearization = self._new_linearization()
-        fitted = fitting.fit(self._settings, loader, linearization, checkpoint, progress)
-        self._posterior, self._survey, self._certificate = fitted.posterior, fitted.survey, fitted.certificate
-        self._linearization, self._layout, self._data = linearization, linearization.layout, loader
-        self._stages, self._kfac_trace_ratios = fitted.stages, fitted.kfac_trace_ratios
-        self._captured = fitted.captured
+        loader = shared_out(self._checked_loader(train_loader), sharded)
+        fitted = fit(self._options, loader, self.model, self._forward, certify, checkpoint, progress)
+        if val_loader is not None:
+            fitted = tuned_on(fitted, self._checked_loader(val_loader), progress=progress)
+        self._state, self._layout, self._data = fitted, fitted.linearization.layout, loader
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
     def _checked_loader(self, loader: Any) -> Iterable[Any]:
         return with_labels_under(self._labels_key, checked_loader(loader))
 
-    def _new_linearization(self) -> Linearization:
-        linearization = Linearization(in_working_precision(self.model), self._forward)
-        linearization.scratch_folder = self._scratch_folder
-        linearization.num_vectors = self._settings.num_vectors
-        linearization.memory_budget = self._memory_budget or default_budget(linearization.device)
-        return linearization
-
-    def _evidence(self, posterior: Posterior, survey: Survey) -> Evidence:
-        squared_norm = float(self._layout.flat(self.model).double().square().sum())
-        return evidence_of(posterior, survey, squared_norm)
-
     # Predicting -------------------------------------------------------------------------------------------------------
 
     def __call__(self, x: Any, link: str = "probit") -> Tensor | tuple[Tensor, Tensor]:
-        """Classification: probabilities (n, C). Regression: outputs (n, C), covariance without σ² (n, C, C)."""
+        """Return probabilities (n, C), or for regression the outputs (n, C) and their covariance without σ² (n, C, C).
+
+        Args:
+            x: a tensor, a batch or a loader of inputs.
+            link: how logits become probabilities, see `predict`.
+        """
+        fitted = self._usable()
+        if fitted.survey.likelihood.has_noise:
+            _checked_link(link)
+            means, _, matrices = self._passed(fitted, x, variances=False, matrices=True)
+            return means, matrices
         prediction = self.predict(x, link)
-        if prediction.probabilities is not None:
-            return prediction.probabilities
-        return prediction.mean, prediction.epistemic
+        return prediction.probabilities if prediction.has_probabilities else (prediction.mean, prediction.covariance)
 
     def predict(self, x: Any, link: str = "probit", samples: int = 1000, progress: bool = False) -> Prediction:
-        """The prediction for a tensor, a dict batch or a loader of inputs, in chunks under the memory budget.
+        """Return the prediction for a tensor, a batch or a loader of inputs, in chunks under the memory budget.
 
-        link: how logits become probabilities, "probit", "mc" (with `samples`) or "bridge". progress: show a bar.
+        Means and variances come from one pass. Covariances (n, C, C) are only formed if they are asked for, in another
+        pass over x, or if the link needs them.
+
+        Args:
+            x: the inputs.
+            link: how logits become probabilities, "probit", "mc" or "bridge".
+            samples: how many draws "mc" takes.
+            progress: show a bar.
         """
-        if link not in LINKS:
-            raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+        _checked_link(link)
         checked_count(samples, "samples")
-        posterior, survey = self._fitted()
-        self._require_room_for_covariances(x)
-        means, covariances = [], []
-        with self._usable_linearization().borrowed():
+        fitted = self._usable()
+        once = isinstance(x, Iterator)
+        whole = once or link != "probit" or fitted.survey.num_outputs == 1
+        means, variances, matrices = self._passed(fitted, x, variances=not whole, matrices=whole, progress=progress)
+        if whole:
+            uncertainty = Covariance(matrices.diagonal(dim1=1, dim2=2), lambda: matrices)
+        else:
+            uncertainty = Covariance(variances, lambda: self.functional_covariance(x))
+        return Prediction(means, fitted.survey.likelihood, uncertainty, link, samples, self._options.seed)
+
+    def _passed(
+        self, fitted: Fitted, x: Any, variances: bool, matrices: bool, progress: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one pass over x: outputs, and variances or covariances as far as they are asked for."""
+        posterior = fitted.posterior
+        if matrices and isinstance(x, Tensor | Mapping):  # the length of a loader is not known
+            n, C = num_inputs(x), fitted.survey.num_outputs
+            require(
+                2 * n * C**2 * fitted.linearization.dtype.itemsize,
+                fitted.linearization.device,
+                f"An array of covariances of {C:,} outputs for {n:,} inputs",
+                "Give fewer inputs at once, or use functional_variance, which needs C numbers per input.",
+            )
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        with fitted.linearization.borrowed():
             for jacobian in self._jacobians(x, progress):
-                means.append(jacobian.outputs)
-                covariances.append(posterior.covariance(jacobian))
-        generator = torch.Generator().manual_seed(self._settings.seed)
-        return survey.likelihood.prediction(torch.cat(means), torch.cat(covariances), link, samples, generator)
+                none = jacobian.outputs.new_empty(jacobian.num_inputs, 0)
+                variance = posterior.variance(jacobian) if variances else none
+                matrix = posterior.covariance(jacobian) if matrices else none
+                found.append((jacobian.outputs, variance, matrix))
+                del jacobian  # or it would stand in memory beside the next one
+        means, all_variances, all_matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return means, all_variances, all_matrices
+
+    def functional_variance(self, x: Any) -> Tensor:
+        """Return the posterior variance of each output, (n, C), without forming (C, C)."""
+        return self._passed(self._usable(), x, variances=True, matrices=False)[1]
 
     def functional_covariance(self, x: Any, joint: bool = False) -> Tensor:
-        """Σ_{P,x} = J P (PᵀΛP)⁻¹ PᵀJᵀ for each input (n, C, C), or with `joint` over all of them (nC, nC)."""
-        posterior, _ = self._fitted()
-        linearization = self._usable_linearization()
+        """Return J Ψ Jᵀ for each input, (n, C, C), or with `joint` over all of them together, (nC, nC)."""
+        fitted = self._usable()
         if not joint:
-            self._require_room_for_covariances(x)
-            with linearization.borrowed():
-                return torch.cat([posterior.covariance(jacobian) for jacobian in self._jacobians(x)])
+            return self._passed(fitted, x, variances=False, matrices=True)[2]
+        linearization = fitted.linearization
         inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
-        rows = num_inputs(inputs) * self._fitted()[1].num_outputs
+        rows = num_inputs(inputs) * fitted.survey.num_outputs
         require(
             2 * 8 * rows**2,
             linearization.device,
             f"A joint covariance of {rows:,} outputs",
             "Give fewer inputs at once, or use joint=False.",
         )
-        return posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
-
-    def functional_variance(self, x: Any) -> Tensor:
-        """The diagonal of `functional_covariance`, (n, C), without forming (C, C)."""
-        posterior, _ = self._fitted()
-        with self._usable_linearization().borrowed():
-            return torch.cat([posterior.variance(jacobian) for jacobian in self._jacobians(x)])
-
-    def _require_room_for_covariances(self, x: Any) -> None:
-        """A word before (n, C, C) numbers that do not fit; for a loader, whose length is not known, there is none."""
-        if isinstance(x, Tensor | Mapping):
-            n, C = num_inputs(x), self._fitted()[1].num_outputs
-            linearization = self._usable_linearization()
-            require(
-                2 * n * C**2 * linearization.dtype.itemsize,
-                linearization.device,
-                f"An array of covariances of {C:,} outputs for {n:,} inputs",
-                "Give fewer inputs at once, or use functional_variance, which needs C numbers an input.",
-            )
-
-    def bounds(self, x: Any, progress: bool = False) -> Bounds:
-        """Covariances between which that of the full Laplace approximation lies, for each input: lower ≼ Σ ≼ upper.
-
-        The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
-        interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
-        """
-        certificate, survey = self._certified(progress), self._fitted()[1]
-        outputs, lower, upper = [], [], []
-        with self._usable_linearization().borrowed():
-            for jacobian in self._jacobians(x, progress):
-                outputs.append(jacobian.outputs)
-                lower.append(certificate.lower(jacobian).to(jacobian.outputs.dtype))
-                upper.append(certificate.upper(jacobian).to(jacobian.outputs.dtype))
-        result = Bounds(torch.cat(lower), torch.cat(upper))
-        variances = (ends.diagonal(dim1=1, dim2=2) for ends in result)
-        result.probabilities = survey.likelihood.probability_interval(torch.cat(outputs), *variances)
-        return result
-
-    def captured(self, x: Any, progress: bool = False) -> Tensor:
-        """The share of the full Laplace approximation's trace that every leading dimension captures at least: (s,).
-
-        Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs; in float64.
-        """
-        certificate = self._certified(progress)
-        with self._usable_linearization().borrowed():
-            return certificate.captured(self._jacobians(x, progress))
-
-    def _certified(self, progress: bool) -> Certificate:
-        """The certificate; made from the training data where the fit did not."""
-        posterior, linearization = self._subspace(), self._usable_linearization()
-        if self._certificate is None:
-            if self._data is None:
-                raise RuntimeError(
-                    "Bounds need the products of the GGN with the subspace, which were not saved: fit with "
-                    "certified=True before saving."
-                )
-            self._certificate = later_passes.certificate_of(
-                self._settings, posterior, self._fitted()[1], self._data, linearization, progress
-            )
-        return self._certificate
-
-    def full_covariance(
-        self, x: Any, joint: bool = False, tolerance: float = 1e-6, progress: bool = False
-    ) -> FullCovariance:
-        r"""The covariance of the *full* Laplace approximation for a few inputs, at any size of network: a yardstick.
-
-        Λ⁻¹Jᵀ by block conjugate gradients to a relative residual of `tolerance`, without any matrix of p × p.
-        `.covariance` is (n, C, C), or (nC, nC) with `joint`; the true one lies above it by at most `.error`, in
-        every direction. The training data are read once an iteration (`.passes`: ten to forty usually, more where λ is
-        small). Rounding, or too little memory for the directions of earlier iterations, may end the search before, as a
-        warning and `.relative_residual` tell. Memory: 8·p·n·C numbers, and the memory budget.
-        """
-        posterior, survey = self._fitted()
-        linearization = self._usable_linearization()
-        checked_positive(tolerance, "tolerance")
-        if self._data is None:
-            raise RuntimeError("The full covariance needs the training data, which are not saved: fit again.")
-        inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
-        full = later_passes.full_covariance_of(
-            self._settings, posterior, survey, self._data, Jacobians(linearization, inputs), tolerance, progress
-        )
-        if joint:
-            return full
-        n, C = num_inputs(inputs), survey.num_outputs
-        blocks = full.covariance.view(n, C, n, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return full._replace(covariance=blocks)
-
-    def trace(self, x: Any) -> Tensor:
-        """Tr Σ_{P,x} over all inputs, for every leading dimension 1 … s: (s,) in float64, for the price of one.
-
-        Of the subspace alone, without a complement.
-        """
-        posterior = self._subspace()
-        with self._usable_linearization().borrowed():
-            return torch.stack([posterior.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
+        return fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
     def _jacobians(self, x: Any, progress: bool = False) -> Iterator[Jacobian]:
-        linearization = self._linearization
-        assert linearization is not None
+        linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
         with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
@@ -353,44 +282,134 @@ class SubspaceLaplace:
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
-    # The posterior and its relatives ----------------------------------------------------------------------------------
+    # Held against the full Laplace approximation ----------------------------------------------------------------------
 
-    @property
-    def projection(self) -> Tensor:
-        """P (p, s) with orthonormal columns, leading ones first; built on demand for subsets."""
+    def bounds(self, x: Any, train_loader: Iterable[Any] | None = None, progress: bool = False) -> Bounds:
+        """Return covariances between which the full Laplace approximation lies for each input: lower ≼ Σ ≼ upper.
+
+        The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
+        interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
+
+        Args:
+            x: the inputs.
+            train_loader: the training data, where they are not kept: after loading, copying or pickling.
+            progress: show bars.
+        """
+        fitted = self._usable()
+        certificate = self._certified(fitted, train_loader, progress)
+        outputs, lower, upper = [], [], []
+        with fitted.linearization.borrowed():
+            for jacobian in self._jacobians(x, progress):
+                outputs.append(jacobian.outputs)
+                lower.append(certificate.lower(jacobian).to(jacobian.outputs.dtype))
+                upper.append(certificate.upper(jacobian).to(jacobian.outputs.dtype))
+        ends = torch.cat(lower), torch.cat(upper)
+        variances = (end.diagonal(dim1=1, dim2=2) for end in ends)
+        probabilities = fitted.survey.likelihood.probability_interval(torch.cat(outputs), *variances)
+        return Bounds(*ends, probabilities)
+
+    def captured_share(self, x: Any, train_loader: Iterable[Any] | None = None, progress: bool = False) -> Tensor:
+        """Return the guaranteed share of the full trace for every leading dimension: (s,) in float64.
+
+        That is Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs. Arguments as of `bounds`.
+        """
+        fitted = self._usable()
+        certificate = self._certified(fitted, train_loader, progress)
+        with fitted.linearization.borrowed():
+            return certificate.captured(self._jacobians(x, progress))
+
+    def _certified(self, fitted: Fitted, train_loader: Iterable[Any] | None, progress: bool) -> Certificate:
+        """Return the certificate; made from the training data where the fit did not."""
+        subspace = self._subspace()
+        if fitted.certificate is not None:
+            return fitted.certificate
+        certificate = update.certificate_of(
+            subspace,
+            fitted.survey,
+            self._training_data(train_loader, "Bounds"),
+            fitted.linearization,
+            progress,
+        )
+        self._state = replace(fitted, certificate=certificate)  # kept for the next time; no result changes by it
+        return certificate
+
+    def _training_data(self, train_loader: Iterable[Any] | None, what: str) -> Iterable[Any]:
+        if train_loader is not None:
+            return shared_out(self._checked_loader(train_loader))
+        if self._data is None:
+            raise RuntimeError(
+                f"{what} need the training data, which are not kept in files and copies: give train_loader=…, or fit "
+                "with certify=True before saving."
+            )
+        return self._data
+
+    def full_covariance(
+        self,
+        x: Any,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        joint: bool = False,
+        tolerance: float = 1e-6,
+        progress: bool = False,
+    ) -> FullCovariance:
+        r"""Return the covariance of the *full* Laplace approximation for a few inputs, at any size of network.
+
+        Λ⁻¹Jᵀ by block conjugate gradients, without any p × p matrix. `.covariance` is (n, C, C), or (nC, nC) with
+        `joint`; the true one lies above it by at most `.error`, in every direction. The training data are read once per
+        iteration (`.passes`: ten to forty usually, more where λ is small). Rounding, or too little memory for the
+        directions of earlier iterations, may end the search before; a warning and `.relative_residual` say so.
+        Memory: 8·p·n·C numbers, and the memory budget.
+
+        Args:
+            x: the inputs.
+            train_loader: the training data, where they are not kept.
+            joint: over all inputs together.
+            tolerance: the relative residual at which the search ends.
+            progress: show bars.
+        """
+        fitted = self._usable()
+        linearization = fitted.linearization
+        checked_positive(tolerance, "tolerance")
+        data = self._training_data(train_loader, "Full covariances")
+        inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
+        full = update.full_covariance_of(
+            fitted.posterior,
+            fitted.survey,
+            data,
+            linearization,
+            Jacobians(linearization, inputs),
+            tolerance,
+            progress,
+        )
+        return full if joint else full._replace(covariance=diagonal_blocks(full.covariance, num_inputs(inputs)))
+
+    def leading_traces(self, x: Any) -> Tensor:
+        """Return Tr Σ_{P,x} over all inputs for every leading dimension 1 … s: (s,) in float64, for the price of one.
+
+        Of the subspace alone, without a complement.
+        """
+        fitted, subspace = self._usable(), self._subspace()
+        with fitted.linearization.borrowed():
+            return torch.stack([subspace.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
+
+    # What was fitted --------------------------------------------------------------------------------------------------
+
+    def projection_matrix(self) -> Tensor:
+        """Return P (p, s) with orthonormal columns, leading ones first."""
         projection = self._subspace().projection
+        linearization = self._usable().linearization
         require(
-            self._layout.num_parameters * projection.dim * self._usable_linearization().dtype.itemsize,
-            self._usable_linearization().device,
+            self._layout.num_parameters * projection.dim * linearization.dtype.itemsize,
+            linearization.device,
             "The projection as a matrix",
-            "Use truncate() first.",
+            "Use truncated() first.",
         )
         return projection.matrix()
 
     @property
-    def projector(self) -> str | Projector:
-        """As it was given."""
-        return self._settings.projector
-
-    @property
     def dim(self) -> int:
-        """s, as used: p for "full", 0 for a complement alone; at most the numerical rank."""
-        posterior, _ = self._fitted()
-        if isinstance(posterior, SubspacePosterior | ComplementedPosterior):
-            return posterior.dim
-        return 0 if isinstance(posterior, BlockPrecision) else self._layout.num_parameters
-
-    @property
-    def complement_weight(self) -> float | None:
-        """The weight of the curvature outside of the subspace, as used; None without a complement."""
-        posterior, _ = self._fitted()
-        outside = posterior.outside if isinstance(posterior, ComplementedPosterior) else posterior
-        return outside.weight if isinstance(outside, BlockPrecision) else None
-
-    @property
-    def stages(self) -> dict[str, Stage]:
-        """What each stage of the fit took: `.seconds`, and `.peak_bytes` of the process up to its end."""
-        return dict(self._stages)
+        """s, as used: p for "full", 0 without a subspace; at most the numerical rank."""
+        return self._fitted().posterior.dim
 
     @property
     def num_parameters(self) -> int:
@@ -400,60 +419,87 @@ class SubspaceLaplace:
     @property
     def prior_precision(self) -> float | None:
         """λ; None before fit where it is to be tuned."""
-        return self._posterior.prior_precision if self._posterior is not None else self._settings.prior_precision
+        return self._options.prior_precision if self._state is None else self._state.posterior.prior_precision
 
     @property
     def noise_std(self) -> Noise | None:
-        """σ of regression, given or estimated, one number or one for each output; None for classification and before
-        an estimate."""
-        likelihood = self._survey.likelihood if self._survey else self._settings.likelihood
-        if not isinstance(likelihood, Gaussian):
-            return None
-        return likelihood.noise_std if self._survey else self._noise_std
+        """σ of regression, one number or one for each output; None for classification and before an estimate."""
+        return (self._options.likelihood if self._state is None else self._state.survey.likelihood).noise_std
 
-    def truncate(self, dim: int) -> "SubspaceLaplace":
-        """The same posterior in the leading `dim` dimensions, without a pass over the data."""
-        subspace = self._subspace()
-        if checked_dim(dim, 0) == 0:
-            raise ValueError("Cannot truncate to dim=0: at least one dimension must be left.")
-        if dim > subspace.dim:
+    @property
+    def complement_weight(self) -> float | None:
+        """The weight of the curvature outside of the subspace, as used; None without a complement."""
+        outside = self._fitted().posterior.outside
+        return None if outside is None else outside.weight
+
+    @property
+    def projector(self) -> Projector | None:
+        """How the subspace was chosen; None without a subspace."""
+        return self._options.projector
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """What each stage of the fit took: `.seconds`, and `.peak_bytes` of the process up to its end."""
+        return dict(self._fitted().stages)
+
+    def summary(self) -> str:
+        """Return what was fitted as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage."""
+        return summary_text(repr(self), self._usable())
+
+    # Relatives --------------------------------------------------------------------------------------------------------
+
+    def truncated(self, dim: int) -> "SubspaceLaplace":
+        """Return the same posterior in the leading `dim` dimensions, without a pass over the data."""
+        fitted, subspace = self._usable(), self._subspace()
+        if checked_count(dim, "dim") > subspace.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
-        whole = self._posterior if isinstance(self._posterior, ComplementedPosterior) else subspace
-        certificate = None if self._certificate is None else self._certificate.truncated(dim)
-        return self._with(whole.truncated(dim), certificate)
+        certificate = None if fitted.certificate is None else fitted.certificate.truncated(dim)
+        return self._with(replace(fitted, posterior=fitted.posterior.truncated(dim), certificate=certificate))
 
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
-        """The same subspace under another λ, without a pass over the data (P was built at the old λ)."""
-        posterior, _ = self._fitted()
+        """Return the same subspace under another λ, without a pass over the data (P was built at the old λ)."""
+        fitted = self._usable()
         prior = checked_positive(prior_precision, "prior_precision")
-        certificate = None if self._certificate is None else self._certificate.with_prior(prior)
-        return self._with(posterior.with_prior(prior), certificate)
+        return self._with(fitted.with_prior(prior))
 
-    def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
-    ) -> Tensor:
-        """The evidence ln p(D|θ̂) − ½λ‖θ̂‖² + ½ Σ ln(λ/(λ + γ)) at these (or the fitted) λ and σ, differentiable in both.
+    def updated(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
+        """Return a new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
+        fitted, subspace = self._usable(), self._subspace()
+        if fitted.posterior.outside is not None:
+            raise ValueError(
+                "A posterior with a complement cannot be updated: its factors outside of the subspace were summed over "
+                "the first data alone. Fit again on all data."
+            )
+        loader = shared_out(self._checked_loader(loader))
+        posterior, certificate, survey = update.updated(
+            self._options.resources.tolerance(fitted.linearization.dtype),
+            subspace,
+            fitted.certificate,
+            fitted.survey,
+            loader,
+            fitted.linearization,
+            progress,
+        )
+        other = self._with(replace(fitted, posterior=posterior, certificate=certificate, survey=survey))
+        other._data = None if self._data is None else Chained((self._data, loader))
+        return other
 
-        γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³). A likelihood
-        without noise does not depend on σ.
+    def tuned(self, by: Any = "evidence", *, noise: bool = False, progress: bool = False) -> "SubspaceLaplace":
+        """Return the same posterior with its best λ, with P kept.
+
+        Args:
+            by: "evidence", or a loader of validation data, whose NLL is minimised.
+            noise: tune σ as well.
+            progress: show a bar.
         """
-        posterior, survey = self._fitted()
-        self._usable_linearization()
-        prior = posterior.prior_precision if prior_precision is None else prior_precision
-        checked_positive(prior, "prior_precision")
-        noise = torch.as_tensor(survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
-        if noise_std is not None:
-            checked_noise(noise)
-            self._require_noise_like(posterior, survey, noise.numel())
-        return self._evidence(posterior, survey)(torch.as_tensor(prior, dtype=torch.float64), noise)
-
-    @staticmethod
-    def _require_noise_like(posterior: Posterior, survey: Survey, count: int) -> None:
-        """Whether the evidence is known at another σ of so many numbers."""
-        scales = survey.likelihood.curvature_scales
-        if count != len(scales):
-            raise ValueError(f"noise_std holds {count} numbers, but the posterior was fitted with {len(scales)}.")
-        posterior.with_scales(scales)  # refuses where the outputs were summed up
+        fitted = self._usable()
+        if isinstance(by, str):
+            if by != "evidence":
+                raise ValueError(f"Unknown way to tune, '{by}'; choose 'evidence' or give a loader of validation data.")
+            found = tuned_by_evidence(fitted, noise)
+        else:
+            found = tuned_on(fitted, self._checked_loader(by), noise, progress)
+        return self._with(found)
 
     def optimize_prior_precision(
         self,
@@ -462,220 +508,228 @@ class SubspaceLaplace:
         tune_noise: bool = False,
         progress: bool = False,
     ) -> "SubspaceLaplace":
-        """Sets λ to its best value, with P kept, and returns self.
+        """Set λ to its best value in place, and return self: laplace-torch's spelling of `tuned`.
 
-        "marglik": the evidence, with `tune_noise` over λ and σ together. "validation": the least NLL on `val_loader`,
-        found on a grid of λ and then on a finer one; two passes over these data.
+        Args:
+            method: "marglik" (or "evidence"), or "validation" (or "gridsearch") with `val_loader`.
+            val_loader: validation data.
+            tune_noise: tune σ as well.
+            progress: show a bar.
         """
-        posterior, survey = self._fitted()
-        self._usable_linearization()
-        noise = survey.noise_std
-        if method == "marglik":
-            if tune_noise:
-                self._require_noise_like(posterior, survey, len(survey.likelihood.curvature_scales))
-            evidence = self._evidence(posterior, survey)
-            prior, noise = evidence.best_prior_and_noise(noise) if tune_noise else (evidence.best_prior(noise), noise)
-        elif method == "validation":
+        if method in ("marglik", "evidence"):
+            if val_loader is not None:
+                raise ValueError("val_loader has no effect with method='marglik'; it belongs to method='validation'.")
+            by: Any = "evidence"
+        elif method in ("validation", "gridsearch"):
             if val_loader is None:
                 raise ValueError("method='validation' needs val_loader, a loader of (inputs, targets) batches.")
-            if tune_noise:
-                raise ValueError("tune_noise=True goes with method='marglik'; validation data tune λ alone.")
-            linearization = self._usable_linearization()
-            with linearization.borrowed():
-                prior = best_prior_on(self._checked_loader(val_loader), posterior, survey, linearization, progress)
+            by = val_loader
         else:
             raise ValueError(f"Unknown method '{method}'; choose 'marglik' or 'validation'.")
-        if isinstance(survey.likelihood, Gaussian) and tune_noise:
-            survey = replace(survey.with_noise(noise), estimated_noise=None)
-            scales = survey.likelihood.curvature_scales
-            posterior = posterior.with_scales(scales)
-            if self._certificate is not None:
-                # With several scales the products were summed over the outputs: they are made anew when asked for.
-                self._certificate = self._certificate.with_scale(scales[0]) if len(scales) == 1 else None
-        self._posterior, self._survey = posterior.with_prior(prior), survey
-        self._certificate = None if self._certificate is None else self._certificate.with_prior(prior)
-        self._captured = None
+        self._state = self.tuned(by, noise=tune_noise, progress=progress)._state
         return self
 
-    def sample(self, count: int) -> Tensor:
-        """Draws of the parameters, (count, p), in `named_parameters()` order; the same for the same seed."""
-        posterior, _ = self._fitted()
-        linearization = self._usable_linearization()
-        drawn = posterior.sample(self._noise(count))
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+    ) -> Tensor:
+        """Return the evidence ln p(D|θ̂) − ½λ‖θ̂‖² + ½ Σ ln(λ/(λ + γ)), differentiable in λ and σ.
+
+        γ are the eigenvalues of PᵀGGN P; for "full" of the whole GGN, whose eigenvalues cost O(p³).
+
+        Args:
+            prior_precision: λ; None: as fitted.
+            noise_std: σ; None: as fitted. A likelihood without noise does not depend on it.
+        """
+        fitted = self._usable()
+        prior = fitted.posterior.prior_precision if prior_precision is None else prior_precision
+        checked_positive(prior, "prior_precision")
+        noise = torch.as_tensor(fitted.survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        if noise_std is not None:
+            checked_noise(noise)
+            fitted.require_noise_like(noise.numel())
+        evidence = evidence_of(fitted.posterior, fitted.survey, self._layout.squared_norm(self.model))
+        return evidence(torch.as_tensor(prior, dtype=torch.float64), noise)
+
+    # Samples ----------------------------------------------------------------------------------------------------------
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return draws of the parameters, (count, p), in `named_parameters()` order.
+
+        Args:
+            count: how many.
+            generator: on the CPU; None: one with the object's seed, so that every call gives the same draws.
+        """
+        fitted = self._usable()
+        linearization = fitted.linearization
+        drawn = fitted.posterior.sample(self._noise(count, generator))
         return self._layout.flat(linearization.model) + drawn.to(linearization.device, linearization.dtype)
 
-    def functional_samples(self, x: Any, count: int) -> Tensor:
-        """Draws of the linearised network's outputs, (count, n, C); a draw is one function, smooth across inputs and
-        calls: the same draws of the parameters serve all inputs."""
-        posterior, _ = self._fitted()
-        linearization = self._usable_linearization()
-        drawn = posterior.sample(self._noise(count)).to(linearization.device, linearization.dtype)
+    def functional_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return draws of the linearised network's outputs, (count, n, C).
+
+        A draw is one function, smooth across inputs and calls: the same draws of the parameters serve all inputs.
+
+        Args:
+            x: the inputs.
+            count: how many functions.
+            generator: as of `sample`.
+        """
+        fitted = self._usable()
+        linearization = fitted.linearization
+        drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
         vectors = self._layout.unflatten(drawn)
         with linearization.borrowed():
             parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in self._jacobians(x)]
         return torch.cat(parts, dim=1)
 
-    def _noise(self, count: int) -> Callable[[int], Tensor]:
+    def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:
         rows = checked_count(count, "count")
         require(
             3 * 8 * rows * self._layout.num_parameters,
-            self._usable_linearization().device,
+            self._fitted().linearization.device,
             f"A set of {rows:,} draws of {self._layout.num_parameters:,} parameters",
             "Draw fewer at once.",
         )
-        generator = torch.Generator().manual_seed(self._settings.seed)
-        return lambda width: torch.randn(rows, width, generator=generator, dtype=torch.float64)
+        used = torch.Generator().manual_seed(self._options.seed) if generator is None else generator
+        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64)
 
-    def update(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
-        """A new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
-        posterior, survey = self._subspace(), self._fitted()[1]
-        if isinstance(self._posterior, ComplementedPosterior):
-            raise ValueError(
-                "A posterior with a complement cannot be updated: its factors outside of the subspace were summed over "
-                "the first data alone. Fit again on all data."
-            )
-        linearization = self._usable_linearization()
-        loader = shared_out(self._checked_loader(loader))
-        updated, certificate, joined = later_passes.updated(
-            self._settings, posterior, self._certificate, survey, loader, linearization, progress
-        )
-        other = self._with(updated, certificate)
-        other._survey = joined
-        other._data = None if self._data is None else Chained((self._data, loader))
-        return other
+    # Files ------------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
-        posterior, survey = self._fitted()
-        self._usable_linearization()
-        tensors, numbers = serialization.posterior_tensors(posterior)
-        settings = self._settings
+        """Write the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
+        fitted, options = self._usable(), self._options
+        tensors, numbers = fitted.posterior.stored()
         description = {
             "posterior": numbers,
             "certificate": None,
-            "model": serialization.model_fingerprint(self.model),
-            "survey": serialization.survey_numbers(survey),
-            "projector": settings.projector if isinstance(settings.projector, str) else None,
-            "dim": settings.dim,
-            "complement": settings.complement,
-            "complement_weight": settings.complement_weight,
-            "seed": settings.seed,
-            "direction_tolerance": settings.direction_tolerance,
+            "model": model_fingerprint(self.model),
+            "survey": fitted.survey.numbers(),
+            "projector": None if options.projector is None else options.projector.label,
+            "dim": plain_numbers(options.dim) if options.reduces and not _own_dim(options) else None,
+            "complement": plain_numbers(options.complement),
+            "seed": options.seed,
+            "direction_tolerance": options.resources.direction_tolerance,
         }
-        if self._certificate is not None:
-            products, description["certificate"] = serialization.certificate_tensors(self._certificate)
+        if fitted.certificate is not None:
+            products, description["certificate"] = fitted.certificate.stored()
             tensors = tensors | products
-        checked_file.write(path, tensors, description)
+        files.write(path, tensors, description)
 
     @classmethod
     def load(
         cls,
         path: str | os.PathLike[str],
         model: nn.Module,
-        forward: Callable[[nn.Module, Any], Tensor] | None = None,
-        memory_budget: int | None = None,
+        *,
+        forward: Forward | None = None,
         labels_key: str = "labels",
+        memory_budget: int | None = None,
     ) -> "SubspaceLaplace":
-        """The posterior that `save` wrote, for the same model; tensors go to the model's device.
+        """Return the posterior that `save` wrote, for the same model; tensors go to the model's device.
 
-        No code is executed. Raises `SavedFileError` for a file that is not ours, altered or from another model.
+        Args:
+            path: the file.
+            model: the network that it was fitted for.
+            forward: as for the class.
+            labels_key: as for the class.
+            memory_budget: bytes for temporary chunks; None: a quarter of what is free.
+
+        Raises:
+            SavedFileError: for a file that is not ours, altered or from another model. No code is executed.
         """
         layout = ParameterLayout.of(model)
-        tensors, description = checked_file.read(path, layout.flat(model).device)
+        tensors, found = files.read(path, layout.flat(model).device)
         try:
-            serialization.require_same_model(description["model"], model)
-            survey = serialization.survey_from(description["survey"])
+            require_same_model(found["model"], model)
+            survey = Survey.from_numbers(found["survey"])
             la = cls(
                 model,
                 survey.likelihood,
-                projector=description["projector"] or custom,
-                dim=description["dim"],
-                complement=description["complement"],
-                complement_weight=description["complement_weight"],
-                prior_precision=description["posterior"]["prior_precision"],
-                seed=description["seed"],
+                option_from(found["dim"]),
+                projector=restored_projector(found["projector"]),
+                complement=option_from(found["complement"]),
+                prior_precision=found["posterior"]["prior_precision"],
+                seed=found["seed"],
                 forward=forward,
-                memory_budget=memory_budget,
                 labels_key=labels_key,
-                direction_tolerance=description["direction_tolerance"],
+                resources=Resources(memory_budget, direction_tolerance=found["direction_tolerance"]),
             )
-            la._survey = survey
-            la._linearization = la._new_linearization()
-            la._posterior = serialization.posterior_from(
-                tensors, description["posterior"], layout, la._linearization.dtype
-            )
-            if description["certificate"] is not None:
-                la._certificate = serialization.certificate_from(
-                    tensors, description["certificate"], layout, la._linearization.dtype
-                )
+            linearization = la._new_linearization()
+            posterior = posterior_from(tensors, found["posterior"], layout, linearization.dtype)
+            certificate = None
+            if found["certificate"] is not None:
+                certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
         except (KeyError, TypeError) as error:
-            raise checked_file.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
+            raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
+        la._state = Fitted(linearization, posterior, survey, certificate)
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 
-    def summary(self) -> str:
-        """What was fitted, as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage; and with
-        `certified` or dim="auto" the captured share of the trace."""
-        posterior, survey = self._fitted()
-        linearization = self._usable_linearization()
-        return summary_text(
-            repr(self), posterior, survey, linearization, self._stages, self._kfac_trace_ratios, self._captured
-        )
-
-    def _with(self, posterior: Posterior, certificate: Certificate | None) -> "SubspaceLaplace":
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._posterior, other._certificate, other._captured = posterior, certificate, None
-        return other
-
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: all but the linearization, which knows the modules of this very model."""
-        return self.__dict__ | {"_linearization": None}
+        """Leave out the engine, which knows the modules of this very model, and the training data."""
+        fitted = None if self._state is None else replace(self._state, linearization=None)  # type: ignore[arg-type]
+        return self.__dict__ | {"_state": fitted, "_data": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._posterior is not None:
-            self._linearization = self._new_linearization()
+        if self._state is not None:
+            self._state = replace(self._state, linearization=self._new_linearization())
 
-    def _fitted(self) -> tuple[Posterior, Survey]:
-        if self._posterior is None or self._survey is None:
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _new_linearization(self) -> Linearization:
+        return new_linearization(self._options, self.model, self._forward, self._options.resources.memory_budget)
+
+    def _with(self, fitted: Fitted) -> "SubspaceLaplace":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._state = replace(fitted, captured=None)
+        return other
+
+    def _fitted(self) -> Fitted:
+        if self._state is None:
             raise RuntimeError("This SubspaceLaplace is not fitted yet; call fit(train_loader) first.")
-        return self._posterior, self._survey
+        return self._state
 
-    def _subspace(self) -> SubspacePosterior:
-        posterior, _ = self._fitted()
-        if isinstance(posterior, ComplementedPosterior):
-            return posterior.inside
-        if not isinstance(posterior, SubspacePosterior):
-            which = "projector='full'" if self.dim else "dim=0"
-            raise ValueError(
-                f"{which} has no subspace: no projection, leading dimensions, truncation, update or bounds."
-            )
-        return posterior
-
-    def _usable_linearization(self) -> Linearization:
-        self._fitted()
-        assert self._linearization is not None
+    def _usable(self) -> Fitted:
+        """Return what was fitted, if the model is still the one that it was fitted for."""
+        fitted = self._fitted()
         if ParameterLayout.fingerprint(self.model) != self._fingerprint:
             raise RuntimeError(
                 "The model's parameters have changed since fit, so the posterior no longer belongs to it; fit again."
             )
-        return self._linearization
+        return fitted
+
+    def _subspace(self) -> SubspacePosterior:
+        subspace = self._fitted().posterior.subspace
+        if subspace is None:
+            which = "projector='full'" if self.dim else "projector=None"
+            raise ValueError(
+                f"{which} has no subspace: no projection, leading dimensions, truncation, update or bounds."
+            )
+        return subspace
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_member(name)
 
     def __repr__(self) -> str:
-        settings = self._settings
-        outside = "" if settings.complement is None else f" + {settings.complement} outside"
-        what = f"{settings.likelihood.kind}, {settings.projector_name}{outside}"
+        options = self._options
+        outside = "" if options.complement is None else f" + {options.complement.kind} outside"
+        what = f"{options.likelihood.name or type(options.likelihood).__name__}, {options.label}{outside}"
         head = f"SubspaceLaplace({type(self.model).__name__}, {what}"
-        if self._posterior is None or self._survey is None:
+        if self._state is None:
             return f"{head}, not fitted)"
         noise = self.noise_std
         stds = () if noise is None else noise if isinstance(noise, tuple) else (noise,)
         sigma = f", σ={', '.join(f'{std:.4g}' for std in stds)}" if stds else ""
-        prior = f"λ={self._posterior.prior_precision:.4g}"
-        return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._survey.num_data:,})"
+        prior = f"λ={self._state.posterior.prior_precision:.4g}"
+        return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._state.survey.num_data:,})"
 
 
-def custom(context: ProjectorContext) -> Projection:
-    """Stands for the function that built the subspace of a loaded posterior; functions are not saved."""
-    raise RuntimeError("This posterior was loaded, and its projector was a function: make a new one to fit again.")
+def _checked_link(link: str) -> None:
+    if link not in LINKS:
+        raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+
+
+def _own_dim(options: Options) -> bool:
+    return options.projector is not None and options.projector.own_dim

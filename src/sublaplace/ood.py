@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from sublaplace.predictive import Prediction
+from sublaplace.model.prediction import Prediction
 
 
 def epistemic_variance(prediction: Prediction) -> Tensor:
@@ -14,7 +14,7 @@ def epistemic_variance(prediction: Prediction) -> Tensor:
 
     For classification these are variances of logits. Cost: O(nC).
     """
-    return prediction.epistemic.diagonal(dim1=1, dim2=2).double().mean(1)
+    return prediction.variance.double().mean(1)
 
 
 def predictive_entropy(prediction: Prediction) -> Tensor:
@@ -23,7 +23,7 @@ def predictive_entropy(prediction: Prediction) -> Tensor:
     It is high where the classes overlap as well as where the model does not know. For classification alone: yes/no
     outputs are no distribution over classes. Cost: O(nC).
     """
-    if prediction.probabilities is None:
+    if not prediction.has_probabilities:
         raise ValueError("A regression has no predictive entropy of classes; use epistemic_variance.")
     probabilities = prediction.probabilities.double()
     if ((probabilities.sum(1) - 1).abs() > 1e-4).any():

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Jacobian
-from sublaplace.linalg import gram
-from sublaplace.parameters import ParameterLayout, Vectors
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.model.linalg import Vectors, gram
+from sublaplace.model.parameters import ParameterLayout
 
 
 class Projection(Protocol):
@@ -35,6 +35,9 @@ class Projection(Protocol):
 
     def part(self, name: str) -> Tensor:
         """The columns of P as far as they belong to one parameter, as rows: (s, size)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """P as a file keeps it, for `projection_from`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class Basis:
 
     def part(self, name: str) -> Tensor:
         return self.vectors[name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"basis.{name}": part for name, part in self.vectors.items()}
 
     def lift(self, coordinates: Tensor) -> Tensor:
         return self.layout.flatten({name: coordinates.to(part) @ part for name, part in self.vectors.items()})
@@ -103,7 +109,17 @@ class Subset:
             result[places, inside] = 1
         return result
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {"indices": self.indices}
+
     def lift(self, coordinates: Tensor) -> Tensor:
         result = coordinates.new_zeros(len(coordinates), self.layout.num_parameters)
         result[:, self.indices] = coordinates
         return result
+
+
+def projection_from(tensors: dict[str, Tensor], layout: ParameterLayout, dtype: torch.dtype) -> Projection:
+    """Return the projection of `Projection.tensors`."""
+    if "indices" in tensors:
+        return Subset(layout, tensors["indices"], dtype)
+    return Basis(layout, {name: tensors[f"basis.{name}"] for name in layout.names})

@@ -12,11 +12,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from sublaplace.arguments import checked_count, checked_noise, checked_positive, checked_prior
+from sublaplace.fitting.map_training import ACTIVATIONS, Hyperparameters, Schedule, Standardisation, mlp, train
 from sublaplace.laplace import SubspaceLaplace
-from sublaplace.likelihoods import Categorical, Gaussian, Likelihood
-from sublaplace.map_training import ACTIVATIONS, Hyperparameters, Schedule, Standardisation, mlp, train
-from sublaplace.projectors.context import Projector
+from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.categorical import Categorical
+from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
+from sublaplace.options import Captured, Complement, checked_count, checked_positive
+from sublaplace.projectors.registry import Builder, Projector
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -78,7 +80,13 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         )
 
     def _prior(self) -> float | None:
-        return None if self.prior_precision == "marglik" else checked_prior(self.prior_precision)
+        if isinstance(self.prior_precision, str):
+            if self.prior_precision != "evidence":
+                raise ValueError(
+                    f"Unknown prior_precision '{self.prior_precision}'; give a positive number or 'evidence'."
+                )
+            return None
+        return checked_positive(self.prior_precision, "prior_precision")
 
     def _hidden_widths(self) -> list[int]:
         sizes = self.hidden_layer_sizes
@@ -108,9 +116,9 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         hidden_layer_sizes: widths of the hidden layers.
         activation: "tanh", "relu", "gelu" or "silu".
         projector: the subspace, as in `SubspaceLaplace`.
-        dim: its dimension s; of one above the rank the rank is used, see `dim_`.
+        dim: its dimension s, as in `SubspaceLaplace`; above the rank, the rank is used, see `dim_`.
         complement: what is outside of it.
-        prior_precision: λ > 0, or "marglik": tuned by the evidence while the network is trained.
+        prior_precision: λ > 0, or "evidence": tuned by the evidence while the network is trained.
         noise_std: σ in the units of y, one number or one for each target; None: tuned by the evidence, one number for
             all (standardised) targets.
         learning_rate: of Adam at the start; it falls to zero along a cosine.
@@ -129,10 +137,10 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         hidden_layer_sizes: Sequence[int] | int = (50,),
         activation: str = "tanh",
         *,
-        projector: str | Projector = "lowrank-kfac",
-        dim: int | str = 100,
-        complement: str | None = None,
-        prior_precision: float | str = "marglik",
+        projector: str | Projector | Builder | None = "lowrank-kfac",
+        dim: int | Captured | None = None,
+        complement: str | Complement | None = None,
+        prior_precision: float | str = "evidence",
         noise_std: float | Sequence[float] | None = None,
         learning_rate: float = 0.01,
         batch_size: int = 128,
@@ -171,9 +179,9 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         return self
 
     def _standardised_noise(self) -> float | tuple[float, ...] | None:
-        noise = checked_noise(self.noise_std)
-        if noise is None:
+        if self.noise_std is None:
             return None
+        noise = checked_noise(self.noise_std)
         stds = np.broadcast_to(noise, self._target_scale.shape) / self._target_scale
         return tuple(stds.tolist()) if len(stds) > 1 else float(stds[0])
 
@@ -199,7 +207,6 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         prediction = self.laplace_.predict(inputs)
         mean = self._in_units_of_y(prediction.mean)
         if return_std:
-            assert prediction.total is not None
             std = prediction.total.diagonal(dim1=1, dim2=2).sqrt().numpy() * self._target_scale
             return mean, self._shaped_as_y(std)
         n, C = prediction.mean.shape
@@ -239,10 +246,10 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         hidden_layer_sizes: Sequence[int] | int = (50,),
         activation: str = "tanh",
         *,
-        projector: str | Projector = "lowrank-kfac",
-        dim: int | str = 100,
-        complement: str | None = None,
-        prior_precision: float | str = "marglik",
+        projector: str | Projector | Builder | None = "lowrank-kfac",
+        dim: int | Captured | None = None,
+        complement: str | Complement | None = None,
+        prior_precision: float | str = "evidence",
         link: str = "probit",
         learning_rate: float = 0.01,
         batch_size: int = 128,
@@ -275,9 +282,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
     def predict_proba(self, X: ArrayLike) -> Floats:
         """The probability of each class: (n, n_classes), columns as `classes_`."""
         inputs = self._inputs(X)
-        probabilities = self.laplace_.predict(inputs, link=self.link).probabilities
-        assert probabilities is not None
-        return probabilities.numpy()
+        return self.laplace_.predict(inputs, link=self.link).probabilities.numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable class: (n,)."""

@@ -27,8 +27,8 @@ from experiments.scores import own_prior_scores
 from experiments.seed_run import SeedRun
 from experiments.sweeps import Sweep
 from experiments.training import trained_network
-from sublaplace import DensePrecision, SubspaceLaplace, metrics
-from sublaplace.subspace_inputs import perturbed
+from sublaplace import Complement, DensePrecision, Gaussian, SubspaceLaplace, metrics
+from sublaplace.data.subspace_inputs import perturbed
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,16 @@ def test_the_divergence_is_that_of_the_facade(folder: Path) -> None:
     loader = [(data.train_inputs.double(), data.train_targets.double())]
     assert problem.noise_std is not None
     options = {"prior_precision": PLAIN.prior_precision, "noise_std": problem.noise_std}
-    full = SubspaceLaplace(problem.network, "regression", "full", **options).fit(loader)
+    full = SubspaceLaplace.paper(problem.network, "regression", projector="full", **options).fit(loader)
     X = problem.context.subspace_jacobians.inputs
     la = SubspaceLaplace(
-        problem.network, "regression", "lowrank-kfac", 400, complement="kfac", subspace_inputs=X, **options
+        problem.network,
+        "regression",
+        projector="lowrank-kfac",
+        dim=400,
+        complement=Complement("kfac", weight=1.0),
+        subspace_inputs=X,
+        **options,
     )
     with pytest.warns(UserWarning, match="rank"):
         la.fit(loader)
@@ -87,14 +93,12 @@ def test_candidates_with_the_exact_curvature_are_those_of_the_facade(folder: Pat
     noisy = perturbed(X, 0.1, 0)
     la = SubspaceLaplace(
         problem.network,
-        "regression",
-        method.projector,
-        400,
-        complement="kfac",
-        complement_weight=found["complement_weight"],
-        subspace_inputs={"train": X, "perturbed": noisy, "augmented": torch.cat([X, noisy])}[method.inputs],
+        Gaussian(problem.noise_std),
+        projector=method.projector,
+        dim=400,
+        complement=Complement("kfac", weight=found["complement_weight"]),
         prior_precision=PLAIN.prior_precision,
-        noise_std=problem.noise_std,
+        subspace_inputs={"train": X, "perturbed": noisy, "augmented": torch.cat([X, noisy])}[method.inputs],
     )
     with pytest.warns(UserWarning, match="rank"):
         la.fit([(data.train_inputs.double(), data.train_targets.double())])

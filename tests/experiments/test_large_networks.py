@@ -21,7 +21,7 @@ from experiments.seed_run import CERTIFIED, SeedRun
 from experiments.sweeps import SubspaceSweep, Sweep, WholeSweep
 from experiments.training import trained_network
 from sublaplace import SubspaceLaplace, metrics
-from sublaplace.jacobians import OuterBlock
+from sublaplace.jacobians.blocks import OuterBlock
 
 RECIPE = replace(
     RECIPES["cifar10"],
@@ -100,11 +100,11 @@ def test_what_was_cut_is_noted(folder: Path) -> None:
 
 
 def test_scores_are_those_of_the_facade_with_weighted_inputs(folder: Path, problem: Problem) -> None:
-    la = SubspaceLaplace(
+    la = SubspaceLaplace.paper(
         problem.network,
         "classification",
-        "lowrank-kfac",
-        16,
+        projector="lowrank-kfac",
+        dim=16,
         prior_precision=RECIPE.prior_precision,
         subspace_inputs=problem.context.subspace_jacobians.inputs,
     ).fit(problem.loader)
@@ -165,14 +165,16 @@ def test_temperature_has_not_seen_what_is_scored() -> None:
 
 def test_the_captured_share_lies_where_it_is_certified(folder: Path, problem: Problem) -> None:
     options = {"prior_precision": RECIPE.prior_precision}
-    full = SubspaceLaplace(problem.network, "classification", "full", **options).fit(problem.loader)
+    full = SubspaceLaplace.paper(problem.network, "classification", projector="full", **options).fit(problem.loader)
     X = problem.context.subspace_jacobians.inputs
-    la = SubspaceLaplace(problem.network, "classification", "lowrank-kfac", 30, subspace_inputs=X, **options)
+    la = SubspaceLaplace.paper(
+        problem.network, "classification", projector="lowrank-kfac", dim=30, subspace_inputs=X, **options
+    )
     la.fit(problem.loader)
     run = SeedRun(problem, scored_sets(RECIPE, problem.dataset, ()), Results(folder / "other.csv"), folder)
     inputs = run.draw(run.test_sets[0]).double()
     whole = full.functional_covariance(inputs).diagonal(dim1=1, dim2=2).sum()
-    shares = la.trace(inputs) / whole
+    shares = la.leading_traces(inputs) / whole
     found = {(row.s, row.metric): row.value for row in rows_of(folder) if row.projector == CERTIFIED}
     assert {s for s, _ in found} == {10, 30}
     for s in (10, 30):

@@ -214,15 +214,17 @@ def test_scores_are_those_of_the_facade(name: str, regression_rows: list[Row], t
     noise = (targets - network(train)).std(correction=0).item()
     arguments = {"prior_precision": PLAIN.prior_precision, "noise_std": noise}
     chosen = drawn(40, 12, 2, "subspace inputs")
-    la = SubspaceLaplace(network, "regression", name, 19, subspace_inputs=train[chosen], **arguments)
+    la = SubspaceLaplace.paper(
+        network, "regression", projector=name, dim=19, subspace_inputs=train[chosen], **arguments
+    )
     la.fit([(train, targets)])
-    full = SubspaceLaplace(network, "regression", "full", **arguments).fit([(train, targets)])
+    full = SubspaceLaplace.paper(network, "regression", projector="full", **arguments).fit([(train, targets)])
     test = data.test_inputs.double()
     draw = test[drawn(15, 12, 2, "test inputs")]
     reference = full.functional_covariance(draw, joint=True)
     scores = table([row for row in regression_rows if row.seed == 2])
     for s in (10, 14, 19):
-        small = la.truncate(s)
+        small = la.truncated(s)
         joint, prediction = small.functional_covariance(draw, joint=True), small.predict(test)
         white = noise**2 * torch.eye(len(joint)).double()
         assert prediction.total is not None
@@ -240,7 +242,9 @@ def test_scores_are_those_of_the_facade(name: str, regression_rows: list[Row], t
 def test_scores_of_classification_are_those_of_the_facade(picture_rows: list[Row], tmp_path: Path) -> None:
     data = pictures()
     network = trained_network(IMAGES, data, 0, tmp_path)
-    la = SubspaceLaplace(network, "classification", "last-layer", prior_precision=IMAGES.prior_precision)
+    la = SubspaceLaplace.paper(
+        network, "classification", projector="last-layer", prior_precision=IMAGES.prior_precision
+    )
     la.fit([(data.train_inputs, data.train_targets)])
     probabilities = la(data.test_inputs)
     assert isinstance(probabilities, Tensor)
@@ -248,7 +252,7 @@ def test_scores_of_classification_are_those_of_the_facade(picture_rows: list[Row
     assert found["nll"] == pytest.approx(metrics.nll(probabilities, data.test_targets), rel=1e-4)
     assert found["ece"] == pytest.approx(metrics.ece(probabilities, data.test_targets), abs=1e-4)
     assert found["brier"] == pytest.approx(metrics.brier(probabilities, data.test_targets), rel=1e-4)
-    full = SubspaceLaplace(network, "classification", "full", prior_precision=IMAGES.prior_precision)
+    full = SubspaceLaplace.paper(network, "classification", projector="full", prior_precision=IMAGES.prior_precision)
     full.fit([(data.train_inputs, data.train_targets)])
     draw = data.test_inputs[drawn(18, 5, 0, "test inputs")]
     p, q = full(draw), la(draw)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sublaplace.curvature.operators import DiagonalPart, Part
+from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians import Jacobian
-from sublaplace.jacobians.jacobian import require_finite_sum
-from sublaplace.parts import DiagonalPart, Part
-from sublaplace.precision import BlockPrecision
+from sublaplace.jacobians.jacobian import Jacobian, require_finite_sum
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sublaplace.curvature.operators import DensePart, DiagonalPart, KroneckerPart, Part
+from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians import Block, EmbeddingBlock, Jacobian, OuterBlock
-from sublaplace.jacobians.jacobian import require_finite_sum
-from sublaplace.memory import require
-from sublaplace.parts import DensePart, DiagonalPart, KroneckerPart, Part
-from sublaplace.precision import BlockPrecision
+from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock
+from sublaplace.jacobians.jacobian import Jacobian, require_finite_sum
+from sublaplace.runtime.memory import require
 
 DENSE_LIMIT = 1000
 """Parameters without a Kronecker form get their exact dense block up to this size, beyond it the diagonal."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians import Jacobian
-from sublaplace.parameters import Vectors
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.model.linalg import Vectors
 from sublaplace.projection import Projection
 
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.checkpoint import Checkpoint, Fingerprint, Sums, other_order
-from sublaplace.data import Batch, batches, join, one_shot
-from sublaplace.distributed import ranks_of
-from sublaplace.jacobians import Cotangents, Jacobian, Linearization
-from sublaplace.jacobians.inputs import num_inputs, select
-from sublaplace.likelihoods import Likelihood, longest_first, significant, target_weights
+from sublaplace.data.batches import Batch, batches, join, num_inputs, select
+from sublaplace.data.loaders import one_shot
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.passes import Cotangents
+from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
+from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
+from sublaplace.runtime.distributed import ranks_of
 
 _BUFFER = 2048  # inputs among which those with equally many directions are put together
 _SMALL_GROUP = 32  # inputs below which unequal ones are padded rather than run apart
@@ -52,6 +54,7 @@ class CurvatureStream:
     num_data: int | None = None  # how many inputs a pass must give; None: not checked
     checkpoint: Checkpoint | None = None
     fingerprint: str | None = None  # of the data, where there is a checkpoint
+    num_vectors: int | None = None  # that the Jacobians are multiplied with at once; None: as the linearization says
 
     @property
     def scale(self) -> float:
@@ -107,9 +110,9 @@ class CurvatureStream:
 
     @property
     def _keeps_all_directions(self) -> bool:
-        # Of regression none is negligible; and where rows have scales of their own, they must keep their places.
+        # Where rows have scales of their own, they must keep their places.
         several = len(self.likelihood.curvature_scales) > 1
-        return self.tolerance == 0 or several or self.likelihood.kind == "regression"
+        return self.tolerance == 0 or several or not self.likelihood.drops_directions
 
     def _batches(self, what: str, skip: int) -> Iterator[_Portion]:
         """The batches after the first `skip`, counted: a loader that gives less the second time is a one-shot iterator
@@ -142,12 +145,12 @@ class CurvatureStream:
 
     def _needs_all(self, inputs: Any) -> bool:
         """Whether the first inputs need all of their directions; counting those of the others is then wasted."""
-        cotangents = self.likelihood.cotangents(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
+        cotangents = self.likelihood.hessian_root(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
         return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
 
     def _chunks(self, portion: _Portion, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
         """The Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs, None, row_by_row)
+        step = self.linearization.chunk_size(portion.inputs, None, row_by_row, self.num_vectors)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
             weights = None if portion.weights is None else portion.weights[part]
@@ -171,7 +174,7 @@ class CurvatureStream:
 
     def _root(self, outputs: Tensor, weights: Tensor | None, scaled: bool = True) -> Tensor:
         """The columns of R, as rows, with what multiplies them: (n, K, C)."""
-        rows = self.likelihood.cotangents(outputs)
+        rows = self.likelihood.hessian_root(outputs)
         scales = self.likelihood.curvature_scales
         if scaled and len(scales) > 1:
             rows = rows * torch.tensor(scales, dtype=rows.dtype, device=rows.device).sqrt()[:, None]
@@ -189,7 +192,8 @@ class CurvatureStream:
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            stop = min(stop, start + self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row))
+            size = self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row, self.num_vectors)
+            stop = min(stop, start + size)
             rows = int(counts[stop - 1])
             chosen = order[start:stop]
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
@@ -201,7 +205,7 @@ class CurvatureStream:
 
     def _outputs(self, inputs: Any) -> Tensor:
         n = num_inputs(inputs)
-        step = max(64, self.linearization.chunk_size(inputs, 1))
+        step = max(64, self.linearization.chunk_size(inputs, 1, num_vectors=self.num_vectors))
         return torch.cat([self.linearization.outputs(select(inputs, slice(i, i + step))) for i in range(0, n, step)])
 
 

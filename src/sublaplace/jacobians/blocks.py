@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.linalg import add_product, symmetric_product
+from sublaplace.model.linalg import add_product, symmetric_product
 
 
 class Block(Protocol):

@@ -1,12 +1,17 @@
-"""The factored Jacobian of a batch."""
+"""The factored Jacobian of a batch, and of many inputs chunk by chunk."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
-from sublaplace.parameters import ParameterLayout, Vectors
+from sublaplace.model.linalg import Vectors
+from sublaplace.model.parameters import ParameterLayout
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,68 @@ class Jacobian:
             for name, size in self.layout.sizes.items()
         ]
         return self.require_finite(torch.cat(parts, dim=2).flatten(0, 1))
+
+
+class Engine(Protocol):
+    """What `Jacobians` asks of a `Linearization`."""
+
+    @property
+    def layout(self) -> ParameterLayout: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def memory_budget(self) -> int: ...
+
+    def chunks(self, inputs: Any) -> Iterator[Jacobian]: ...
+
+    def num_outputs(self, inputs: Any) -> int: ...
+
+    def zero_vectors(self, count: int) -> Vectors: ...
+
+
+@dataclass(frozen=True)
+class Jacobians:
+    """The Jacobian of a set of inputs (with respect to all outputs), chunk by chunk; may be read repeatedly."""
+
+    linearization: Engine
+    inputs: Any
+    progress: bool = False
+
+    def __iter__(self) -> Iterator[Jacobian]:
+        total = num_inputs(self.inputs)
+        with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
+            for jacobian in self.linearization.chunks(self.inputs):
+                yield jacobian
+                bar.update(jacobian.num_inputs)
+
+    def few(self, count: int) -> "Jacobians":
+        """Return those of the first `count` inputs."""
+        return replace(self, inputs=select(self.inputs, slice(0, count)))
+
+    @property
+    def num_rows(self) -> int:
+        """n·C."""
+        return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes for temporary chunks."""
+        return self.linearization.memory_budget
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the rows."""
+        return self.linearization.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return self.linearization.device
 
 
 def non_finite_jacobian(name: str) -> str:

@@ -33,6 +33,7 @@ class BatchAxis:
 class Plan:
     """What probing found out about one sequence of calls."""
 
+    signature: Signature
     axes: list[BatchAxis | None]
     expand: frozenset[int]
     general: dict[str, str]  # parameter → why it needs the general path

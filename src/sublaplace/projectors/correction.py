@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Jacobians
-from sublaplace.linalg import cholesky
-from sublaplace.memory import require
-from sublaplace.precision import BlockPrecision, Precision
+from sublaplace.curvature.precision import BlockPrecision, Precision
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.model.linalg import cholesky
 from sublaplace.projection import Basis
 from sublaplace.projectors.low_rank import basis_of, rank_tolerance, transpose_products
+from sublaplace.runtime.memory import require
 
 
 def correction(
@@ -31,7 +31,7 @@ def correction(
         5 * 8 * num_rows**2,
         jacobians.device,
         f"The covariances of the {num_rows:,} outputs of the subspace inputs",
-        "Choose a smaller num_subspace_inputs, or give fewer subspace_inputs.",
+        "Choose fewer subspace inputs, as in subspace_inputs=Drawn(100).",
     )
     covariance = exact.joint_covariance(jacobians).double()
     noise = torch.tensor(noise_variances, dtype=torch.float64, device=covariance.device)

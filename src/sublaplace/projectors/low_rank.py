@@ -5,13 +5,12 @@ import warnings
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Jacobians
-from sublaplace.linalg import dominant_eigenvectors, gram, orthonormalise
-from sublaplace.memory import require
-from sublaplace.parameters import Vectors
-from sublaplace.precision import BlockPrecision, Precision, Solvable
+from sublaplace.curvature.precision import BlockPrecision, Precision, Solvable
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.model.linalg import Vectors, dominant_eigenvectors, gram, orthonormalise
 from sublaplace.projection import Basis
 from sublaplace.projectors.subspace_iteration import dominant_directions
+from sublaplace.runtime.memory import require
 
 DENSE_ROWS = 6000
 """Outputs (n·C) of X′ up to which their covariance is formed and decomposed."""
@@ -71,15 +70,16 @@ def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, toleran
         3 * 8 * jacobians.num_rows**2,
         jacobians.device,
         f"The covariance of the {jacobians.num_rows:,} outputs of the subspace inputs, and its eigenvectors,",
-        "Choose a smaller num_subspace_inputs, or give fewer subspace_inputs.",
+        "Choose fewer subspace inputs, as in subspace_inputs=Drawn(100).",
     )
-    rows = precision.whitened(jacobians) if isinstance(precision, BlockPrecision) else None
+    rows = precision.whitened(jacobians)
     M = precision.joint_covariance(jacobians) if rows is None else gram(rows)
     values, U = dominant_eigenvectors(M, dim, tolerance)
     if not len(values):
         return values, {}
     weights = (U / values.sqrt()).to(jacobians.dtype)
-    if isinstance(precision, BlockPrecision) and rows is not None:
+    if rows is not None:
+        assert isinstance(precision, BlockPrecision)  # the others form no rows
         vectors = jacobians.linearization.zero_vectors(weights.shape[1])
         for name, part in vectors.items():
             torch.mm(weights.T, rows.pop(name), out=part)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Linearization
-from sublaplace.parts import DiagonalPart
-from sublaplace.precision import BlockPrecision
+from sublaplace.curvature.operators import DiagonalPart
+from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.projection import Subset
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from sublaplace.jacobians import Jacobian, Jacobians
-from sublaplace.linalg import combine, cross_gram
-from sublaplace.memory import require
-from sublaplace.parameters import Vectors
-from sublaplace.precision import Solvable
+from sublaplace.curvature.precision import Solvable
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.model.linalg import Vectors, combine, cross_gram
+from sublaplace.runtime.memory import require
 
 _MOST_PASSES = 30
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-from sublaplace.checkpoint import Checkpoint
-from sublaplace.data import batches
-from sublaplace.jacobians import Linearization
-from sublaplace.likelihoods import Likelihood, target_weights
-from sublaplace.parameters import ParameterLayout
+from sublaplace.data.batches import batches
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.likelihoods.base import Likelihood, target_weights
+from sublaplace.model.parameters import ParameterLayout
+from sublaplace.runtime.checkpoint import Checkpoint
 
 
 def swag_variances(

@@ -1,0 +1,71 @@
+"""The curvatures of one fit, each computed once."""
+
+from dataclasses import dataclass, field
+
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.exact import exact_bytes, exact_ggn
+from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
+from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.runtime.memory import fits, require
+
+Exact = DensePrecision | DualPrecision
+
+
+@dataclass(frozen=True)
+class Curvatures:
+    """The training data as curvature in every form; each form costs one pass the first time it is asked for."""
+
+    stream: CurvatureStream
+    num_data: int  # N
+    num_outputs: int  # C
+    _blocks: dict[str, BlockPrecision] = field(default_factory=dict)
+    _exact: dict[float, Exact] = field(default_factory=dict)  # by λ: its factorisation is kept
+
+    def kfac(self, prior_precision: float) -> BlockPrecision:
+        """Return Λ with the Kronecker-factored GGN."""
+        if "kfac" not in self._blocks:
+            self._blocks["kfac"] = kronecker_ggn(self.stream, prior_precision)
+        return self._blocks["kfac"].with_prior(prior_precision)
+
+    def diagonal(self, prior_precision: float) -> BlockPrecision:
+        """Return Λ with the diagonal of the GGN."""
+        if "diagonal" not in self._blocks:
+            self._blocks["diagonal"] = diagonal_ggn(self.stream, prior_precision)
+        return self._blocks["diagonal"].with_prior(prior_precision)
+
+    def exact(self, prior_precision: float) -> Exact:
+        """Return the exact Λ.
+
+        Raises:
+            MemoryError: if it does not fit.
+        """
+        if prior_precision not in self._exact:
+            rows, p = self._sizes
+            require(
+                exact_bytes(p, rows),
+                self.stream.linearization.device,
+                f"The exact GGN of {p:,} parameters",
+                "Use a subspace such as projector='lowrank-kfac', fewer data, or leave fewer parameters with "
+                "requires_grad=True; full_covariance() of a fitted subspace serves a few inputs at any size.",
+            )
+            self._exact[prior_precision] = exact_ggn(self.stream, rows, prior_precision)
+        return self._exact[prior_precision]
+
+    def exact_fits(self, prior_precision: float) -> bool:
+        """Tell whether there is memory for `exact`."""
+        rows, p = self._sizes
+        return prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
+
+    def has(self, kind: str) -> bool:
+        """Tell whether "kfac" or "diagonal" has been computed."""
+        return kind in self._blocks
+
+    def keep_exact(self, precision: Exact) -> None:
+        """Use an exact Λ that was made elsewhere."""
+        self._exact[precision.prior_precision] = precision
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.num_data * self.num_outputs, self.stream.linearization.layout.num_parameters

@@ -1,0 +1,115 @@
+"""The exact GGN, where it fits."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.blocks import OuterBlock
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.model.linalg import mirrored
+from sublaplace.model.parameters import ParameterLayout
+from sublaplace.runtime.distributed import ranks_of
+
+_PANEL = 1024  # columns of the GGN that are added to at once
+_WIDE = 32  # inputs of a layer from which on its outer products are used
+
+
+@dataclass(frozen=True)
+class _DenseSum:
+    r"""Σ VᵀV: at least its lower triangle, at half the cost of all.
+
+    Where a layer is applied once an input, its K rows are outer products g aᵀ, and its share with all rows v is
+    Σ_n a_n ⊗ (Σ_k g_nk v_nk): K times cheaper than that of other parameters, which are added panel by panel.
+    """
+
+    layout: ParameterLayout
+    ggn: Tensor  # (p, p)
+
+    def add(self, jacobian: Jacobian) -> None:
+        rows = jacobian.dense_rows().double()
+        plain = stop = 0  # where the parameters begin that are not added yet
+        for name, size in self.layout.sizes.items():
+            start, stop = stop, stop + size
+            block = jacobian.blocks.get(name)
+            if jacobian.num_rows > 1 and isinstance(block, OuterBlock) and block.is_single and block.fan_in >= _WIDE:
+                self._add_panels(rows, plain, start)
+                self._add_outer(rows.unflatten(0, (-1, jacobian.num_rows)), block, start)
+                plain = stop
+        self._add_panels(rows, plain, stop)
+
+    def _add_panels(self, rows: Tensor, first: int, last: int) -> None:
+        for start, stop in _panels(first, last):
+            self.ggn[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
+
+    def _add_outer(self, rows: Tensor, block: OuterBlock, start: int) -> None:
+        """Adds the share of one layer, some of its outputs at once; rows (n, K, p)."""
+        a, g = block.inputs[:, 0, :, 0].double(), block.gradients[:, :, 0, :, 0].double()  # (n, I), (n, K, O)
+        (I, O), step = (block.fan_in, block.fan_out), rows.shape[1]
+        for first in range(0, O, step):
+            last = min(first + step, O)
+            stop = start + I * (O if block.transposed else last)
+            weighted = g[:, :, first:last].transpose(1, 2) @ rows[:, :, :stop]
+            for output in range(first, last):
+                places = (
+                    slice(start + output, stop, O)
+                    if block.transposed
+                    else slice(start + output * I, start + (output + 1) * I)
+                )
+                self.ggn[places, :stop].addmm_(a.T, weighted[:, output - first])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ggn": self.ggn}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.ggn.copy_(tensors["ggn"])
+
+
+def _panels(first: int, last: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _PANEL, last)) for start in range(first, last, _PANEL)]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    num_parameters: int
+    device: torch.device
+    parts: list[Tensor] = field(default_factory=list)
+
+    def add(self, jacobian: Jacobian) -> None:
+        self.parts.append(jacobian.dense_rows().double())
+
+    def joined(self) -> Tensor:
+        none = torch.zeros(0, self.num_parameters, dtype=torch.float64, device=self.device)
+        return torch.cat([none, *self.parts])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"rows": self.joined()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.parts[:] = [tensors["rows"]]
+
+
+def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) -> DensePrecision | DualPrecision:
+    """Λ = Σ_i J_iᵀ H_i J_i + λI, dense in float64: as p × p, or as its `num_rows` rows (N·C) where these are fewer.
+
+    Cost: num_rows·min(p, num_rows)·p, as p × p less where layers are applied once an input; memory: see `exact_bytes`.
+    """
+    layout = stream.linearization.layout
+    p = layout.num_parameters
+    device = stream.linearization.device
+    if num_rows < p:
+        rows = _Rows(p, device)
+        stream.accumulate("exact GGN rows", rows, over_ranks=False)
+        joined = ranks_of(stream.loader).joined_rows(rows.joined())
+        return DualPrecision(layout, joined, prior_precision).scaled(stream.scale)
+    dense = _DenseSum(layout, torch.zeros(p, p, dtype=torch.float64, device=device))
+    replace(stream, num_vectors=p).accumulate("exact GGN", dense)
+    return DensePrecision(layout, mirrored(dense.ggn).mul_(stream.scale), prior_precision, stream.scale)
+
+
+def exact_bytes(num_parameters: int, num_rows: int) -> int:
+    """Memory that `exact_ggn` and one Cholesky factor of it need at their peak."""
+    smaller = min(num_parameters, num_rows)
+    return 8 * (2 * smaller * num_parameters + 2 * smaller**2)

@@ -1,0 +1,95 @@
+"""J Λ⁻¹ Jᵀ over many inputs together, where the rows of J do not fit into memory but their factors may."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.operators import Part
+from sublaplace.data.batches import num_inputs
+from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.model.linalg import gram
+from sublaplace.runtime.memory import grouped
+
+_ROWS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
+
+
+def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, jacobians: Jacobians) -> Tensor:
+    """J Λ⁻¹ Jᵀ for a block-diagonal Λ: (nK, nK) in float64.
+
+    Of every parameter the rows of all inputs are kept, or the factors where they are smaller: T·(I + K·O) numbers an
+    input in place of K·O·I, for the last layers of a convolution network some fifty times less. From the
+    factors the rows are formed for a few outputs of the map at a time. The Jacobians are run through once for each
+    group of parameters whose blocks fit into the memory budget together.
+
+    Cost: (nK)²·p/2, and a pass over the inputs a group; memory: the budget and (nK)².
+    """
+    total = torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64, device=jacobians.device)
+    for group in _groups(parts, jacobians):
+        held: dict[str, list[Block | None]] = {name: [] for name in group}
+        counts: list[int] = []
+        for jacobian in jacobians:
+            for name, blocks in held.items():
+                block = jacobian.blocks.get(name)
+                blocks.append(None if block is None else _compact(parts[name].turn(block)))
+            counts.append(jacobian.num_inputs * jacobian.num_rows)
+            del jacobian  # or it would stand in memory beside the next one
+        for name in group:
+            scale = (parts[name].eigenvalues() + prior_precision).rsqrt()
+            for columns in _columns(held.pop(name), counts, scale):
+                total += gram({name: columns})
+    if not torch.isfinite(total.diagonal()).all():
+        for jacobian in jacobians:
+            for name, block in jacobian.blocks.items():
+                jacobian.require_finite(parts[name].whiten(block, prior_precision))
+    return total
+
+
+def _groups(parts: dict[str, Part], jacobians: Jacobians) -> list[list[str]]:
+    """Parameters, in order, in groups whose blocks for all inputs fit into the memory budget together."""
+    one = next(iter(jacobians.few(1)))
+    limit = jacobians.memory_budget // (num_inputs(jacobians.inputs) * jacobians.dtype.itemsize)
+    sizes = {name: _num_elements(_compact(one.blocks[name])) if name in one.blocks else 0 for name in parts}
+    return grouped(sizes, limit)
+
+
+def _compact(block: Block) -> Block:
+    """The block itself if it is smaller than its rows, else these."""
+    if isinstance(block, OuterBlock) and block.num_elements < block.num_inputs * block.num_rows * block.size:
+        return block
+    return RowBlock(block.rows())
+
+
+def _num_elements(block: Block) -> int:
+    return block.num_elements if isinstance(block, OuterBlock) else block.rows().numel()
+
+
+def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor) -> Iterator[Tensor]:
+    """The rows of all inputs times `scale` (size,), as many columns at a time as are to be in memory: (nK, columns)."""
+    outer = next((block for block in blocks if isinstance(block, OuterBlock)), None)
+    if outer is None:
+        yield _joined([None if block is None else block.rows() for block in blocks], counts, scale)
+        return
+    step = max(1, _ROWS_AT_ONCE // (sum(counts) * outer.groups * outer.fan_in))
+    for start in range(0, outer.fan_out, step):
+        stop = min(start + step, outer.fan_out)
+        columns = outer.indices_of_outputs(start, stop)
+        rows = [
+            None
+            if block is None
+            else block.of_outputs(start, stop).rows()
+            if isinstance(block, OuterBlock)
+            else block.rows()[:, :, columns]
+            for block in blocks
+        ]
+        yield _joined(rows, counts, scale[columns])
+
+
+def _joined(rows: list[Tensor | None], counts: list[int], scale: Tensor) -> Tensor:
+    """The rows (n, K, columns) of all chunks times `scale`, below each other; zeros where there are none."""
+    flat = [
+        scale.new_zeros(count, len(scale)) if part is None else part.flatten(0, 1)
+        for part, count in zip(rows, counts, strict=True)
+    ]
+    return torch.cat(flat) * scale

@@ -1,0 +1,188 @@
+"""The exact Laplace approximation at any size: Λ by its products with vectors alone, one pass over the data each.
+
+Solutions with Λ come from block conjugate gradients. A pass over the data costs about the same for one vector as for
+many, and a block of r vectors searches a space that grows by r dimensions a pass: many right-hand sides together need
+far fewer passes than each alone.
+"""
+
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.curvature.reduced import reduced_ggn_and_product
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.model.linalg import Vectors, add_product, combine, cross_gram, gram, gram_diagonal
+from sublaplace.projection import Basis
+from sublaplace.runtime.memory import require
+
+_MOST_PASSES = 200
+_PATIENCE = 20  # passes without progress after which rounding is blamed
+
+
+class Solution(NamedTuple):
+    """x ≈ Λ⁻¹ b for r vectors b."""
+
+    vectors: Vectors
+    remainders: Vectors  # b − Λx
+    relative_residual: float  # the largest ‖b − Λx‖ / ‖b‖
+    passes: int  # over the data
+
+
+class FullCovariance(NamedTuple):
+    """The covariance of the full Laplace approximation, up to a certified error."""
+
+    covariance: Tensor  # (n, C, C), or (nC, nC) over all inputs together; float64
+    error: float  # the true one lies above by at most this (largest eigenvalue of the difference)
+    relative_residual: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class MatrixFreePrecision:
+    r"""Λ = GGN + λI, by products with vectors. `preconditioner` is an invertible approximation of it, KFAC usually.
+
+    Cost of `matmul`: a pass over the data with K backward passes and 2·K·p·r multiplications an input; of `solve`: one
+    such pass an iteration; memory 7·p·r, and the memory budget for directions of earlier iterations, 2·p·r each.
+    """
+
+    stream: CurvatureStream
+    preconditioner: BlockPrecision
+    tolerance: float = 1e-6  # of ‖b − Λx‖ / ‖b‖
+
+    @property
+    def prior_precision(self) -> float:
+        return self.preconditioner.prior_precision
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        basis = Basis(self.stream.linearization.layout, vectors)
+        _, product = reduced_ggn_and_product(self.stream, basis)
+        for name, part in product.items():
+            part.mul_(self.stream.scale).add_(vectors[name], alpha=self.prior_precision)
+        return product
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        return self.solution(vectors).vectors
+
+    def solution(self, vectors: Vectors) -> Solution:
+        r"""Λ⁻¹ b by block conjugate gradients.
+
+        Every pass multiplies the preconditioned remainders Z by Λ, makes them Λ-orthogonal to the directions before
+        (all that fit into the memory budget, the last at least: in exact arithmetic the last would do),
+        takes a Λ-orthonormal basis D of them (without what is rounding) and moves x by D (Dᵀr). A last pass takes the
+        true remainder b − Λx, from which it starts again where rounding has led the updated one astray. Ends
+        at the tolerance, or with what was reached when a new start does not halve the residual, and a warning.
+        """
+        layout = self.stream.linearization.layout
+        like = next(iter(vectors.values()))
+        count = len(like)
+        require(
+            6 * count * layout.num_parameters * like.element_size(),
+            like.device,
+            f"Solving for {count:,} vectors of {layout.num_parameters:,} parameters",
+            "Give fewer inputs at a time, or choose a smaller dim.",
+        )
+        lengths = gram_diagonal(vectors).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        x = self.stream.linearization.zero_vectors(count)
+        remainder = {name: part.clone() for name, part in vectors.items()}
+        passes, before, reached = 0, torch.inf, 1.0
+        while self.tolerance < reached < before / 2 and passes < _MOST_PASSES:
+            passes += self._descend(x, remainder, lengths)
+            product = self.matmul(x)
+            passes += 1
+            for name, part in remainder.items():
+                torch.sub(vectors[name], product.pop(name), out=part)
+            before, reached = reached, float((gram_diagonal(remainder).sqrt() / lengths).max())
+        if not reached <= self.tolerance:
+            warnings.warn(
+                f"Conjugate gradients ended at a relative residual of {reached:.1e}, above the tolerance "
+                f"{self.tolerance:.1e}, after {passes} passes over the data. A float64 model, a larger memory_budget, "
+                "a larger prior precision or fewer inputs at a time help.",
+                stacklevel=4,
+            )
+        return Solution(x, remainder, reached, passes)
+
+    def _descend(self, x: Vectors, remainder: Vectors, lengths: Tensor) -> int:
+        """Conjugate gradients from x and its remainder, both updated, to the tolerance or a standstill; the passes."""
+        searched: deque[tuple[Vectors, Vectors]] = deque(maxlen=self._remembered(len(lengths)))
+        eps = torch.finfo(self.stream.linearization.dtype).eps
+        best, since = torch.inf, 0
+        for passes in range(_MOST_PASSES):
+            reached = float((gram_diagonal(remainder).sqrt() / lengths).max())
+            since = 0 if reached < 0.9 * best else since + 1
+            best = min(best, reached)
+            if reached <= self.tolerance / 2 or since > _PATIENCE:
+                return passes
+            Z = self.preconditioner.solve({name: part.clone() for name, part in remainder.items()})
+            AZ = self.matmul(Z)
+            energies = _diagonal_products(Z, AZ)
+            for _ in range(2):  # once leaves rounding, relative to what was taken away
+                for directions, products in searched:
+                    overlap = cross_gram(AZ, directions)
+                    _subtract(Z, overlap, directions)
+                    _subtract(AZ, overlap, products)
+            mix = _orthonormalising(cross_gram(Z, AZ), energies, eps)
+            if not len(mix):
+                return passes + 1  # nothing but rounding is left of the new directions
+            directions, products = combine(mix, Z), combine(mix, AZ)
+            searched.append((directions, products))
+            step = cross_gram(remainder, directions)
+            _subtract(x, -step, directions)
+            _subtract(remainder, step, products)
+        return _MOST_PASSES
+
+    def _remembered(self, count: int) -> int:
+        """How many blocks of `count` directions, with their products, fit into the memory budget."""
+        linearization = self.stream.linearization
+        block = 2 * count * linearization.layout.num_parameters * linearization.dtype.itemsize
+        return max(1, linearization.memory_budget // block)
+
+    def full_covariance(self, jacobians: Jacobians) -> FullCovariance:
+        r"""J Λ⁻¹ Jᵀ over all inputs together, (nC, nC) in float64, from below.
+
+        With X ≈ Λ⁻¹Jᵀ and R = Jᵀ − ΛX it is JX + XᵀR + RᵀΛ⁻¹R: the first two terms are given, and the last, which is
+        left out, lies between 0 and RᵀR/λ. So the error is quadratic in the residual, and known.
+        """
+        rows = jacobians.linearization.zero_vectors(jacobians.num_rows)
+        start = 0
+        for jacobian in jacobians:
+            stop = start + jacobian.num_inputs * jacobian.num_rows
+            for name, block in jacobian.blocks.items():
+                rows[name][start:stop] = jacobian.require_finite(block.rows()).flatten(0, 1)
+            start = stop
+            del jacobian  # or it would stand in memory beside the next one
+        solution = self.solution(rows)
+        for name, part in rows.items():
+            part.add_(solution.remainders[name])
+        covariance = cross_gram(rows, solution.vectors)
+        error = float(torch.linalg.eigvalsh(gram(solution.remainders))[-1]) / self.prior_precision
+        return FullCovariance((covariance + covariance.T) / 2, error, solution.relative_residual, solution.passes)
+
+
+def _subtract(vectors: Vectors, weights: Tensor, others: Vectors) -> None:
+    """V −= weights W for vectors (r, p) and (q, p), weights (r, q)."""
+    for name, part in vectors.items():
+        add_product(part, -weights.to(part.dtype), others[name])
+
+
+def _diagonal_products(vectors: Vectors, others: Vectors) -> Tensor:
+    """The products of each vector with its partner: (r,) in float64."""
+    parts = [(part.double() * others[name].double()).sum(1) for name, part in vectors.items()]
+    return torch.stack(parts).sum(0)
+
+
+def _orthonormalising(products: Tensor, energies: Tensor, eps: float) -> Tensor:
+    """T (q, r) with T products Tᵀ = I, for the q ≤ r directions that are above rounding.
+
+    `energies` are the diagonal of the products before the directions of earlier iterations were taken out.
+    """
+    length = energies.clamp_min(torch.finfo(products.dtype).tiny).rsqrt()
+    scaled = products * length * length[:, None]
+    values, vectors = torch.linalg.eigh((scaled + scaled.T) / 2)
+    kept = values > len(values) * eps
+    return (length[:, None] * vectors[:, kept] * values[kept].rsqrt()).T

@@ -1,0 +1,286 @@
+r"""Posterior precisions Λ = GGN + λI in the forms that can be inverted.
+
+`BlockPrecision` is block-diagonal over the parameters, each block diagonal, Kronecker-factored or dense; the isotropic,
+the diagonal and the KFAC approximation are of this form. The exact ones are in `exact_precision.py`. All give the
+covariance of outputs, J Λ⁻¹ Jᵀ, and Λ⁻¹ times vectors of parameter space.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.joint import factored_joint_covariance
+from sublaplace.curvature.operators import PARTS, DiagonalPart, Part
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.model.linalg import Vectors, gram
+from sublaplace.model.parameters import ParameterLayout
+from sublaplace.runtime.memory import grouped
+
+
+class Solvable(Protocol):
+    """Λ, as far as it can be divided by."""
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Return Λ⁻¹ v for r vectors, whose memory may be used for the result."""
+
+
+@dataclass(frozen=True)
+class EigenvalueOccam:
+    """½ Σ ln(λ / (λ + γ)) by the eigenvalues γ of a curvature. Cost: one pass over them."""
+
+    eigenvalues: Tensor  # with `scale`: float64
+    scale: float  # the likelihood's factor that is in them
+
+    def __call__(self, prior_precision: Tensor, scales: Tensor) -> Tensor:
+        """Evaluate at λ and other scales of the likelihood; several were summed up, and cannot be changed."""
+        ratio = scales.squeeze() / self.scale if scales.numel() == 1 else 1.0
+        return 0.5 * (prior_precision / (prior_precision + ratio * self.eigenvalues)).log().sum()
+
+
+class Precision(ABC):
+    """Λ over all parameters, as projectors and predictions need it; each is a posterior as well.
+
+    Subclasses are frozen dataclasses with these three fields.
+    """
+
+    layout: ParameterLayout
+    prior_precision: float
+    scale: float  # of the likelihood, already in the curvature
+    kind: ClassVar[str]  # in saved files
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """The number of dimensions in which the posterior is exact."""
+
+    @property
+    def subspace(self) -> None:
+        """There is no subspace."""
+        return None
+
+    @property
+    def outside(self) -> "BlockPrecision | None":
+        """The approximation that holds outside of the exact dimensions, if any."""
+        return None
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """Return the curvature times a factor, λ as it is."""
+
+    @abstractmethod
+    def solve(self, vectors: Vectors) -> Vectors:
+        """Return Λ⁻¹ v for r vectors, whose memory may be used for the result."""
+
+    @abstractmethod
+    def matmul(self, vectors: Vectors) -> Vectors:
+        """Return Λ v for r vectors."""
+
+    @abstractmethod
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """Return J_i Λ⁻¹ J_iᵀ for every input: (n, K, K)."""
+
+    @abstractmethod
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ over all inputs together: (nK, nK), float64."""
+
+    @abstractmethod
+    def log_determinant(self) -> Tensor:
+        """Return ln det Λ."""
+
+    @abstractmethod
+    def curvature_eigenvalues(self) -> Tensor:
+        """Return the eigenvalues of the GGN (approximation), without λ: float64."""
+
+    @abstractmethod
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        """Return draws from N(0, Λ⁻¹), (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
+
+    @abstractmethod
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the posterior as tensors and numbers, for `restored`."""
+
+    @classmethod
+    @abstractmethod
+    def restored(
+        cls, tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
+    ) -> Self:
+        """Return what `stored` was called on."""
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        """Return the diagonals of `covariance`: (n, K)."""
+        return self.covariance(jacobian).diagonal(dim1=1, dim2=2)
+
+    def whitened(self, jacobians: Jacobians) -> Vectors | None:
+        """Return B = J Λ^(−½) by parameter, where that is cheap; None otherwise."""
+        return None
+
+    def with_prior(self, prior_precision: float) -> Self:
+        """Return Λ with another λ."""
+        return replace(self, prior_precision=prior_precision)  # type: ignore[type-var]
+
+    def with_scales(self, scales: tuple[float, ...]) -> Self:
+        """Return Λ under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / self.scale)
+
+    def truncated(self, dim: int) -> Self:
+        """Raise ValueError: there is no subspace."""
+        raise ValueError("A posterior over all parameters has no leading dimensions.")
+
+    def occam(self) -> EigenvalueOccam:
+        """Return ½ Σ ln(λ / (λ + γ)) as a function of λ and the likelihood's scales."""
+        return EigenvalueOccam(self.curvature_eigenvalues(), self.scale)
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"kind": self.kind, "prior_precision": self.prior_precision, "scale": self.scale}
+
+
+@dataclass(frozen=True)
+class BlockPrecision(Precision):
+    """Λ block-diagonal over the parameters. Memory: that of its parts, at most Σ (I² + O²) over the layers."""
+
+    layout: ParameterLayout
+    parts: dict[str, Part]
+    prior_precision: float
+    scale: float = 1.0  # of the likelihood, already in the curvature
+    weight: float = 1.0  # of the curvature against what was measured, already in it
+    kind: ClassVar[str] = "blocks"
+
+    @property
+    def dim(self) -> int:
+        return 0
+
+    @property
+    def outside(self) -> "BlockPrecision":
+        return self
+
+    def scaled(self, factor: float) -> "BlockPrecision":
+        """The curvature times a factor, λ as it is."""
+        return replace(
+            self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
+        )
+
+    def reweighted(self, weight: float) -> "BlockPrecision":
+        """The curvature as it was measured times another weight, the likelihood's scale as it is."""
+        return replace(self.scaled(weight / self.weight), scale=self.scale, weight=weight)
+
+    def outside_covariances(self, jacobian: Jacobian, weights: Sequence[float]) -> Tensor:
+        """Return J Λ⁻¹ Jᵀ for other weights of the curvature: (weights, n, K, K) in float64."""
+        return torch.stack([self.reweighted(weight).covariance(jacobian).double() for weight in weights])
+
+    def solve(self, vectors: Vectors) -> Vectors:
+        for name, part in self.parts.items():
+            for piece in _few(vectors[name]):
+                piece.copy_(part.solve(piece, self.prior_precision))
+        return vectors
+
+    def matmul(self, vectors: Vectors) -> Vectors:
+        return {name: part.matmul(vectors[name], self.prior_precision) for name, part in self.parts.items()}
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        n, K = jacobian.num_inputs, jacobian.num_rows
+        result = jacobian.outputs.new_zeros(n, K, K)
+        for name, block in jacobian.blocks.items():
+            result += self.parts[name].covariance(block, self.prior_precision)
+        return result
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        result = jacobian.outputs.new_zeros(jacobian.num_inputs, jacobian.num_rows)
+        for name, block in jacobian.blocks.items():
+            result += self.parts[name].variance(block, self.prior_precision)
+        return result
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        rows = self.whitened(jacobians)
+        return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
+
+    def whitened(self, jacobians: Jacobians) -> Vectors | None:
+        """B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) for each parameter; None if it exceeds the memory budget."""
+        if len(grouped_by_memory(self.layout, jacobians)) > 1:
+            return None
+        count, like = jacobians.num_rows, torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
+        rows = self.layout.zeros(count, like)
+        start = 0
+        for jacobian in jacobians:
+            stop = start + jacobian.num_inputs * jacobian.num_rows
+            for name, block in jacobian.blocks.items():
+                whitened = self.parts[name].whiten(block, self.prior_precision)
+                rows[name][start:stop] = jacobian.require_finite(whitened).flatten(0, 1)
+            start = stop
+            del jacobian  # or it would stand in memory beside the next one
+        return rows
+
+    def unwhitened(self, vectors: Vectors) -> Vectors:
+        """Λ^(−½) v, with the root that `whitened` uses: Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u. In the memory of the vectors."""
+        for name, part in self.parts.items():
+            for piece in _few(vectors[name]):
+                piece.copy_(part.unwhiten(piece, self.prior_precision))
+        return vectors
+
+    def log_determinant(self) -> Tensor:
+        return (self.curvature_eigenvalues() + self.prior_precision).log().sum()
+
+    def curvature_eigenvalues(self) -> Tensor:
+        return torch.cat([part.eigenvalues().double() for part in self.parts.values()])
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        return torch.cat(
+            [
+                self.parts[name].sample(noise(size).to(self.parts[name].eigenvalues()), self.prior_precision)
+                for name, size in self.layout.sizes.items()
+            ],
+            dim=1,
+        )
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, described = {}, {}
+        for name, part in self.parts.items():
+            described[name] = {"kind": type(part).__name__}
+            for f in fields(part):  # type: ignore[arg-type]
+                value = getattr(part, f.name)
+                if isinstance(value, Tensor):
+                    tensors[f"part.{f.name}.{name}"] = value
+                else:
+                    described[name][f.name] = value
+        return tensors, {**self._numbers(), "weight": self.weight, "parts": described}
+
+    @classmethod
+    def restored(
+        cls, tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
+    ) -> "BlockPrecision":
+        parts: dict[str, Part] = {}
+        for name, described in numbers["parts"].items():
+            kind = PARTS[described["kind"]]
+            held = {f.name: tensors.get(f"part.{f.name}.{name}", described.get(f.name)) for f in fields(kind)}
+            parts[name] = kind(**held)
+        return cls(layout, parts, numbers["prior_precision"], numbers["scale"], numbers["weight"])
+
+
+def _few(vectors: Tensor) -> tuple[Tensor, ...]:
+    """Views of a few vectors (r, size) each, so that what is computed from them stays small."""
+    return vectors.split(max(1, 2**24 // vectors.shape[1]))
+
+
+def single(scales: tuple[float, ...]) -> float:
+    """The only scale; an error that says why there must not be several."""
+    if len(scales) > 1:
+        raise ValueError(
+            "The curvature over all parameters is kept as one sum over the outputs, so a noise_std for each output "
+            "cannot be changed after the fit: fit again with it, or use a subspace projector."
+        )
+    return scales[0]
+
+
+def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
+    """Λ = λI: no data at all."""
+    parts: dict[str, Part] = {name: DiagonalPart(like.new_zeros(size)) for name, size in layout.sizes.items()}
+    return BlockPrecision(layout, parts, prior_precision)
+
+
+def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[list[str]]:
+    """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
+    limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
+    return grouped(layout.sizes, limit)

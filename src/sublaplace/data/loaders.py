@@ -1,0 +1,93 @@
+"""Loaders of batches as users have them: checked, renamed and chained."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+
+def checked_loader(loader: Any, name: str = "fit") -> Iterable[Any]:
+    """Return the loader if it can be read several times.
+
+    Args:
+        loader: what the user passed.
+        name: the method that was called, for the message.
+
+    Raises:
+        TypeError: if it is no iterable of batches.
+        ValueError: if it is a one-shot iterator.
+    """
+    if isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, DataLoader)):
+        raise TypeError(
+            f"{name} needs a loader of (inputs, targets) batches, not a {type(loader).__name__}; "
+            "wrap the data in torch.utils.data.DataLoader."
+        )
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"{name} needs an iterable of (inputs, targets) batches, not {type(loader).__name__}.")
+    if iter(loader) is loader:
+        raise ValueError(one_shot(""))
+    return loader
+
+
+def one_shot(evidence: str) -> str:
+    """Say that a loader cannot be read again, and what to use instead."""
+    return (
+        f"The loader is a one-shot iterator, but the data is read several times. {evidence} "
+        "Give a DataLoader of a data set or a list of (inputs, targets) batches."
+    )
+
+
+def shuffles(loader: Iterable[Any]) -> bool:
+    """Tell whether the user's loader draws its order at random, as far as its sampler shows."""
+    loader = as_given(loader)
+    sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
+    return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+
+
+def as_given(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the user's own loader, without our wrapper around it."""
+    return loader.loader if isinstance(loader, Renamed) else loader
+
+
+def with_labels_under(labels_key: str, data: Any) -> Any:
+    """Return a batch or a loader whose mappings hold their targets under "labels" instead of `labels_key`.
+
+    Another entry named "labels" is left out. Tensors and tuples stay as they are.
+    """
+    if labels_key == "labels" or isinstance(data, Tensor):
+        return data
+    return _renamed(data, labels_key) if isinstance(data, Mapping) else Renamed(data, labels_key)
+
+
+def _renamed(batch: Any, labels_key: str) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    renamed = {key: value for key, value in batch.items() if key not in (labels_key, "labels")}
+    return renamed | {"labels": batch[labels_key]} if labels_key in batch else renamed
+
+
+class Renamed:
+    """A loader of mappings whose targets are under another key than "labels"; may be read repeatedly."""
+
+    def __init__(self, loader: Iterable[Any], labels_key: str) -> None:
+        self.loader, self._labels_key = loader, labels_key
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield _renamed(batch, self._labels_key)
+
+    def of(self, loader: Iterable[Any]) -> "Renamed":
+        """Return the same view of another loader."""
+        return Renamed(loader, self._labels_key)
+
+
+class Chained:
+    """Several loaders as one, which may be read repeatedly."""
+
+    def __init__(self, loaders: tuple[Iterable[Any], ...]) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader

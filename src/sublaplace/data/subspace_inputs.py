@@ -1,0 +1,197 @@
+"""X′, the inputs that the subspace is built from: drawn from the training data, perturbed, or given."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sublaplace.data.batches import Batch, batches, input_batches, join, num_inputs, select
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Subspace inputs drawn uniformly from the training data.
+
+    Args:
+        count: how many; None: max(100, 2s/C), at most all.
+    """
+
+    count: int | None = None
+
+    def number(self, dim: int, num_outputs: int) -> int:
+        """Return how many inputs to draw for a subspace of dimension `dim` and C outputs."""
+        return self.count or max(100, ceil(2 * dim / num_outputs))
+
+    def varied(self, inputs: Any, seed: int) -> Any:
+        """Return the drawn inputs as they are used: unchanged."""
+        return inputs
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """Subspace inputs drawn from the training data, with noise: they lie around the data instead of on them.
+
+    Args:
+        scale: the size of the noise, relative to the spread of each feature.
+        count: how many; None: max(100, 2s/C), at most all.
+    """
+
+    scale: float = 0.1
+    count: int | None = None
+
+    def number(self, dim: int, num_outputs: int) -> int:
+        """Return how many inputs to draw for a subspace of dimension `dim` and C outputs."""
+        return Drawn(self.count).number(dim, num_outputs)
+
+    def varied(self, inputs: Any, seed: int) -> Any:
+        """Return the drawn inputs with noise."""
+        return perturbed(inputs, self.scale, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Subspace inputs that the user passed: a tensor, a batch or a loader; labels are not needed."""
+
+    inputs: Any
+
+    def varied(self, inputs: Any, seed: int) -> Any:
+        """Return the inputs as they are used: unchanged."""
+        return inputs
+
+
+SubspaceInputs = Drawn | Perturbed | Given
+
+
+def joined_inputs(x: Any, what: str) -> Any:
+    """Return all inputs of a tensor, mapping or loader as one batch."""
+    parts = list(input_batches(x))
+    if not any(num_inputs(inputs) for inputs in parts):
+        raise ValueError(f"There are no inputs: {what} is empty.")
+    return join(parts)
+
+
+def perturbed(inputs: Any, scale: float, seed: int) -> Any:
+    """Add noise of `scale` times the spread of every feature: x + scale·(x′ − x″)/√2.
+
+    x′ and x″ are drawn from the inputs, so the noise has their covariance: features that vary together in the data are
+    moved together, and inputs stay in the affine space that the data span.
+    """
+    generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
+    first, second = (torch.randint(n, (n,), generator=generator) for _ in range(2))
+    if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
+        raise ValueError("subspace_inputs=Perturbed(…) needs floating-point inputs; integers cannot be perturbed.")
+
+    def noisy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.ndim or len(leaf) != n:
+            return leaf
+        return leaf + scale * (leaf[first] - leaf[second]) / 2**0.5
+
+    return tree_map(noisy, inputs)
+
+
+def split(inputs: Any) -> tuple[Any, Any]:
+    """Split X′ into all but its last fifth, and that fifth, which is held back to judge the subspace."""
+    n = num_inputs(inputs)
+    if n < 2:
+        raise ValueError(
+            "dim=Captured(…) and a fitted complement weight hold back a fifth of the subspace inputs, so at least two "
+            "are needed."
+        )
+    kept = n - max(1, n // 5)
+    return select(inputs, slice(0, kept)), select(inputs, slice(kept, n))
+
+
+def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
+    """Return the inputs at these places of the stream, in the order given, with their targets and weights."""
+    found: dict[int, Batch] = {}
+    wanted, start = set(positions), 0
+    for batch in batches(loader):
+        stop = start + num_inputs(batch.inputs)
+        for position in wanted.intersection(range(start, stop)):
+            one = slice(position - start, position - start + 1)
+            weight = torch.ones(1) if batch.weights is None else batch.weights[one]
+            found[position] = Batch(select(batch.inputs, one), batch.targets[one], weight)
+        start = stop
+    inputs, targets, weights = zip(*(found[position] for position in positions), strict=True)
+    return Batch(join(list(inputs)), torch.cat(targets), torch.cat(weights))
+
+
+class Reservoir:
+    """A uniform draw of `size` inputs from a stream of unknown length: those with the smallest random keys.
+
+    Memory: `size` inputs and one batch.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._generator = torch.Generator().manual_seed(seed)
+        self._keys = torch.empty(0, dtype=torch.float64)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._seen = 0
+        self._inputs: Any = None
+        self._counts = torch.empty(0)
+
+    def add(self, inputs: Any, position: int, counts: Tensor | None = None) -> None:
+        """Draw from more inputs, which stand at `position` of the stream.
+
+        `counts`, (n, 1) or (n, C), says how much each target counts; inputs that do not count are not drawn. The keys
+        of inputs that other ranks have seen are drawn too, so that the draw does not depend on the number of ranks.
+        """
+        n = num_inputs(inputs)
+        torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64)
+        self._seen = position
+        keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
+        candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
+        if counts is None:
+            counts = torch.ones(n, 1)
+        counts = counts.detach().cpu()
+        candidates &= counts.amax(1) > 0
+        chosen = torch.nonzero(candidates).squeeze(1)
+        positions = self._seen + chosen
+        self._seen += n
+        if not len(chosen):
+            return
+        keys, inputs = torch.cat([self._keys, keys[chosen]]), select(inputs, chosen)
+        joined = inputs if self._inputs is None else join([self._inputs, inputs])
+        counts = counts[chosen] if self._inputs is None else _below([self._counts, counts[chosen]])
+        best = torch.argsort(keys)[: self._size]
+        self._keys, self._inputs, self._counts = keys[best], select(joined, best), counts[best]
+        self._positions = torch.cat([self._positions, positions])[best]
+
+    def joined(self, others: list["Reservoir"]) -> "Reservoir":
+        """Return the draw from several streams, which have seen different places of one."""
+        result = copy.copy(self)
+        filled = [other for other in others if other._inputs is not None]
+        keys = torch.cat([other._keys for other in filled])
+        best = torch.argsort(keys)[: self._size]
+        result._keys = keys[best]
+        result._positions = torch.cat([other._positions for other in filled])[best]
+        result._inputs = select(join([other._inputs for other in filled]), best)
+        result._counts = _below([other._counts for other in filled])[best]
+        return result
+
+    @property
+    def inputs(self) -> Any:
+        """The drawn inputs as one batch."""
+        return self._inputs
+
+    @property
+    def counts(self) -> Tensor:
+        """How much each target of the drawn inputs counts in the data: (size, 1) or (size, C)."""
+        return self._counts
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the drawn inputs stand in the stream."""
+        return [int(position) for position in self._positions]
+
+
+def _below(counts: list[Tensor]) -> Tensor:
+    """Stack counts of inputs (n, 1) and of single targets (n, C) into one matrix."""
+    width = max(part.shape[1] for part in counts)
+    return torch.cat([part.expand(-1, width) for part in counts])

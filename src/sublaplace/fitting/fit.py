@@ -1,0 +1,277 @@
+"""How a fit goes: a look at the data, λ, the projector, and one pass for the posterior."""
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sublaplace.curvature.cache import Curvatures
+from sublaplace.curvature.kfac import trace_ratios
+from sublaplace.data.batches import num_inputs, select
+from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
+from sublaplace.fitting import steps
+from sublaplace.fitting.fitted import Fitted, Stage
+from sublaplace.fitting.saving import model_fingerprint
+from sublaplace.fitting.survey import Survey, survey_of
+from sublaplace.fitting.tuning import prior_by_evidence
+from sublaplace.jacobians.chunks import ChunkPolicy
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.network import Forward
+from sublaplace.model.likelihoods.base import target_weights
+from sublaplace.model.parameters import in_working_precision
+from sublaplace.options import Captured, Options
+from sublaplace.posteriors.certificate import Certificate
+from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.protocol import Posterior
+from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.posteriors.weighting import Weighted, with_fitted_weight
+from sublaplace.projectors.context import ProjectorContext
+from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
+from sublaplace.runtime.distributed import ranks_of
+from sublaplace.runtime.memory import default_budget, peak_bytes
+
+
+def fit(
+    options: Options,
+    loader: Iterable[Any],
+    model: nn.Module,
+    forward: Forward,
+    certify: bool,
+    folder: str | os.PathLike[str] | None,
+    progress: bool,
+) -> Fitted:
+    """Fit the posterior; `folder` is that of a checkpoint."""
+    certify = certify or options.chooses_dim
+    checkpoint = None
+    budget = options.resources.memory_budget
+    if folder is not None:
+        checkpoint = _checkpoint(options, folder, loader, model, certify)
+        budget = checkpoint.identity["memory_budget"]  # as begun: it decides the order of sums
+    linearization = new_linearization(options, model, forward, budget)
+    run = _Run(options, loader, linearization, checkpoint, certify, progress)
+    with linearization.borrowed():
+        fitted = run.fitted()
+    if checkpoint is not None:
+        checkpoint.remove()
+    return fitted
+
+
+def new_linearization(options: Options, model: nn.Module, forward: Forward, budget: int | None) -> Linearization:
+    """Return the engine for a model, in float32 where the model has half precision."""
+    working = in_working_precision(model)
+    device = next(working.parameters()).device
+    policy = ChunkPolicy(budget or default_budget(device), options.num_vectors)
+    return Linearization(working, forward, policy, options.resources.scratch_folder)
+
+
+def _checkpoint(
+    options: Options, folder: str | os.PathLike[str], loader: Iterable[Any], model: nn.Module, certify: bool
+) -> Checkpoint:
+    if ranks_of(loader).size > 1:
+        raise ValueError("fit(checkpoint=…) is for a single process; in a process group start all ranks again.")
+    identity = options.identity()
+    require_fixed_order(loader)
+    device = next(model.parameters()).device
+    identity |= {
+        "model": model_fingerprint(model),
+        "certify": certify,
+        "memory_budget": options.resources.memory_budget or default_budget(device),
+    }
+    return Checkpoint(folder, identity, device)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the first look at the data gives."""
+
+    survey: Survey
+    inputs: Any  # X′; None where it is not needed
+    counts: Tensor  # how much the targets of X′ count in the data: (n, 1) or (n, C); 0 for given inputs
+    fingerprint: str | None  # of the data, with a checkpoint
+
+
+@dataclass
+class _Run:
+    """One fit: its settings, and the seconds of its stages."""
+
+    options: Options
+    loader: Iterable[Any]
+    linearization: Linearization
+    checkpoint: Checkpoint | None
+    certify: bool
+    progress: bool
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    def fitted(self) -> Fitted:
+        """Run all stages."""
+        options, linearization = self.options, self.linearization
+        with self._stage("survey"):
+            look = self._look()
+        chosen, held_back, counts = look.inputs, None, look.counts
+        if options.holds_back and chosen is not None:
+            chosen, held_back = split(chosen)
+            counts = counts[num_inputs(chosen) :]
+        context = self._context(look, chosen)
+        if options.prior_precision is None:
+            with self._stage("prior precision"):
+                prior = prior_by_evidence(context.curvatures, look.survey)
+            context = replace(context, prior_precision=prior)
+        posterior, certificate = self._posterior(context, held_back)
+        posterior = self._weighted(posterior, context, held_back, counts)
+        share = None
+        if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
+            share = float(certificate.captured(self._jacobians(judged))[-1])
+        ratios = self._kfac_trace_ratios(context)
+        return Fitted(linearization, posterior, look.survey, certificate, self.stages, ratios, share)
+
+    # The data ---------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> _Look:
+        """Look at the data, or take what an earlier look found from the checkpoint."""
+        given = None
+        if isinstance(self.options.subspace_inputs, Given):
+            given = self.linearization.to_device(joined_inputs(self.options.subspace_inputs.inputs, "subspace_inputs"))
+        if self.checkpoint is None:
+            return self._fresh_look(given, None)
+        data = fingerprint(self.loader)
+        found = self.checkpoint.read("survey")
+        return self._fresh_look(given, data) if found is None else self._restored_look(given, data, found[1])
+
+    def _fresh_look(self, given: Any, data: str | None) -> _Look:
+        options = self.options
+
+        def reservoir_for(num_outputs: int) -> Reservoir | None:
+            if isinstance(options.subspace_inputs, Given) or not options.needs_inputs:
+                return None
+            return Reservoir(options.subspace_inputs.number(options.largest_dim, num_outputs), options.seed)
+
+        survey, reservoir = survey_of(
+            self.loader, self.linearization, options.likelihood, reservoir_for, progress=self.progress
+        )
+        if self.checkpoint is not None:
+            numbers = {
+                "survey": survey.numbers(),
+                "positions": reservoir.positions if reservoir else None,
+                "fingerprints": [data, fingerprint_of(given)],
+            }
+            self.checkpoint.write("survey", {}, numbers)
+        if reservoir is None:
+            return _given_look(survey, given, data)
+        return _Look(survey, reservoir.inputs, reservoir.counts, data)
+
+    def _restored_look(self, given: Any, data: str, numbers: dict[str, Any]) -> _Look:
+        if [data, fingerprint_of(given)] != numbers["fingerprints"]:
+            raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
+        survey = Survey.from_numbers(numbers["survey"])
+        if not numbers["positions"]:
+            return _given_look(survey, given, data)
+        batch = batch_at(self.loader, numbers["positions"])
+        counts = target_weights(survey.likelihood, batch.targets, batch.weights)
+        if counts is None:
+            counts = torch.ones(num_inputs(batch.inputs), 1)
+        return _Look(survey, self.linearization.to_device(batch.inputs), counts, data)
+
+    def _context(self, look: _Look, chosen: Any) -> ProjectorContext:
+        options, linearization = self.options, self.linearization
+        tolerance = options.resources.tolerance(linearization.dtype)
+        stream = steps.curvature_stream(self.loader, linearization, look.survey, tolerance, self.progress)
+        stream = replace(stream, checkpoint=self.checkpoint, fingerprint=look.fingerprint)
+        return ProjectorContext(
+            curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs),
+            subspace_jacobians=self._jacobians(chosen),
+            dim=self._dim(),
+            prior_precision=options.prior_precision or 1.0,
+            seed=options.seed,
+        )
+
+    def _dim(self) -> int:
+        """Return the dimension that P is built with."""
+        options, p = self.options, self.linearization.layout.num_parameters
+        projector, dim = options.projector, options.largest_dim
+        if projector is None or projector.own_dim:
+            return p
+        if dim > p:
+            if not options.chooses_dim:
+                message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
+                warnings.warn(message, stacklevel=6)
+            dim = p
+        matrices = projector.stores_matrix + (options.complement is not None) + self.certify
+        steps.require_room_for_projection(self.linearization, dim, matrices)
+        return dim
+
+    def _jacobians(self, inputs: Any) -> Jacobians:
+        """Return J of some of X′, as they are used."""
+        varied = None if inputs is None else self.options.subspace_inputs.varied(inputs, self.options.seed)
+        return Jacobians(self.linearization, varied, self.progress)
+
+    # The posterior ----------------------------------------------------------------------------------------------------
+
+    def _posterior(self, context: ProjectorContext, held_back: Any) -> tuple[Posterior, Certificate | None]:
+        options, projector = self.options, self.options.projector
+        if projector is not None and not projector.reduces:
+            with self._stage("full posterior"):
+                return context.exact(), None
+        outside = None
+        if options.complement is not None:
+            with self._stage("complement"):
+                outside = context.kfac() if options.complement.kind == "kfac" else context.diagonal()
+        if projector is None:
+            assert outside is not None
+            return outside, None
+        with self._stage("projector"):
+            projection = steps.built_projection(projector, context)
+        with self._stage("reduced posterior"):
+            stream, prior = context.stream, context.prior_precision
+            if not self.certify and outside is None:
+                return steps.subspace_posterior(stream, projection, prior, resumable=True), None
+            if self.certify:
+                stream = steps.without_dropping(stream)
+            inside, product = steps.subspace_posterior_and_product(stream, projection, prior, resumable=True)
+            posterior: SubspacePosterior | ComplementedPosterior = inside
+            if outside is not None:
+                # A certificate takes the memory of the product; without one, the complement does.
+                own = {name: part.clone() for name, part in product.items()} if self.certify else product
+                posterior = steps.complemented_posterior(inside, outside, own, stream.scale)
+            certificate = Certificate.of(inside, product, stream.scale) if self.certify else None
+        if isinstance(options.dim, Captured) and certificate is not None:
+            dim = steps.smallest_dim(options.dim.share, certificate, self._jacobians(held_back))
+            posterior, certificate = posterior.truncated(dim), certificate.of_leading(dim)
+        return posterior, certificate
+
+    def _weighted(self, posterior: Posterior, context: ProjectorContext, held_back: Any, counts: Tensor) -> Posterior:
+        """Return the posterior with the weight of its complement, if it has one."""
+        complement = self.options.complement
+        if complement is None:
+            return posterior
+        weighted = cast(Weighted, posterior)  # as every posterior with a complement
+        if not complement.fits_weight:
+            return weighted if complement.weight == 1.0 else weighted.reweighted(float(complement.weight))
+        with self._stage("complement's weight"):
+            inputs = Jacobians(self.linearization, held_back)
+            return with_fitted_weight(weighted, context, inputs, counts)
+
+    def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
+        """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""
+        inputs = context.subspace_jacobians.inputs
+        if not context.curvatures.has("kfac") or inputs is None:
+            return {}
+        few, likelihood = select(inputs, slice(0, count)), context.stream.likelihood
+        return trace_ratios(self.linearization.chunks(few, likelihood.hessian_root))
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.stages[name] = Stage(time.perf_counter() - start, peak_bytes(self.linearization.device))
+
+
+def _given_look(survey: Survey, given: Any, data: str | None) -> _Look:
+    """Return the look with inputs that are not known to be among the data, or none at all."""
+    return _Look(survey, given, torch.zeros(0 if given is None else num_inputs(given), 1), data)

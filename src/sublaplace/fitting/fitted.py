@@ -1,0 +1,52 @@
+"""What a fit gives."""
+
+from dataclasses import dataclass, field, replace
+
+from sublaplace.fitting.survey import Survey
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.likelihoods.base import Noise
+from sublaplace.posteriors.certificate import Certificate
+from sublaplace.posteriors.protocol import Posterior
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage of a fit took."""
+
+    seconds: float
+    peak_bytes: int | None  # of the process (or device) up to its end
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit gives."""
+
+    linearization: Linearization
+    posterior: Posterior
+    survey: Survey
+    certificate: Certificate | None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
+    captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
+
+    def with_prior(self, prior_precision: float) -> "Fitted":
+        """Return it under another λ."""
+        certificate = None if self.certificate is None else self.certificate.with_prior(prior_precision)
+        return replace(self, posterior=self.posterior.with_prior(prior_precision), certificate=certificate)
+
+    def with_noise(self, noise_std: Noise) -> "Fitted":
+        """Return it under another σ, which is no longer an estimate from the residuals."""
+        survey = self.survey.with_given_noise(noise_std)
+        scales = survey.likelihood.curvature_scales
+        certificate = self.certificate
+        if certificate is not None:
+            # With several scales the products were summed over the outputs: they are made again when asked for.
+            certificate = certificate.with_scale(scales[0]) if len(scales) == 1 else None
+        return replace(self, posterior=self.posterior.with_scales(scales), survey=survey, certificate=certificate)
+
+    def require_noise_like(self, count: int) -> None:
+        """Raise ValueError where the evidence is not known at another σ of so many numbers."""
+        scales = self.survey.likelihood.curvature_scales
+        if count != len(scales):
+            raise ValueError(f"noise_std holds {count} numbers, but the posterior was fitted with {len(scales)}.")
+        self.posterior.with_scales(scales)  # refuses where the outputs were summed up

@@ -1,0 +1,58 @@
+"""What was fitted, as text."""
+
+from collections import Counter
+
+from sublaplace.fitting.fitted import Fitted
+from sublaplace.posteriors.protocol import Posterior
+from sublaplace.runtime.memory import readable
+
+
+def summary_text(title: str, fitted: Fitted) -> str:
+    """Return sizes, λ, σ, how parameters are treated, and what each stage of the fit took."""
+    posterior, survey, linearization = fitted.posterior, fitted.survey, fitted.linearization
+    layout = linearization.layout
+    lines = [
+        title,
+        _line("parameters p", f"{layout.num_parameters:,} in {len(layout.names)} tensors ({linearization.dtype})"),
+        _line("prior precision λ", f"{posterior.prior_precision:.6g}"),
+    ]
+    likelihood = survey.likelihood
+    if likelihood.has_noise:
+        stds = ", ".join(f"{variance**0.5:.6g}" for variance in likelihood.noise_variances)
+        lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
+    lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
+    lines += _structure(posterior)
+    if fitted.captured is not None:
+        share = f"at least {fitted.captured:.1%} of the full trace, on subspace inputs (held back if any)"
+        lines.append(_line("captured share", share))
+    if ratios := fitted.kfac_trace_ratios:
+        least, most = (f(ratios, key=ratios.__getitem__) for f in (min, max))
+        ends = f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most})"
+        lines.append(_line("KFAC trace / exact", f"{ends}, on a few inputs"))
+    lines.append(_line("backward passes", f"{linearization.passes:,} through one input"))
+    for name, why in linearization.unusual_parameters().items():
+        lines.append(_line("general path", f"{name}: {why}"))
+    for name, stage in fitted.stages.items():
+        peak = "" if stage.peak_bytes is None else f", peak memory so far {readable(stage.peak_bytes)}"
+        lines.append(_line(name, f"{stage.seconds:.2f} s{peak}"))
+    return "\n".join(lines)
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<19}{value}"
+
+
+def _structure(posterior: Posterior) -> list[str]:
+    """Return lines about the parts that the posterior is made of."""
+    tensors, _ = posterior.stored()
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    lines = []
+    if posterior.subspace is not None:
+        lines.append(_line("dimension s", f"{posterior.dim:,}"))
+    if posterior.outside is not None:
+        kinds = Counter(type(part).__name__.removesuffix("Part").lower() for part in posterior.outside.parts.values())
+        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        lines.append(_line("blocks outside", f"{counted} (one per parameter)"))
+        if posterior.outside.weight != 1.0:
+            lines.append(_line("their weight", f"{posterior.outside.weight:g}"))
+    return [*lines, _line("memory held", readable(size))]

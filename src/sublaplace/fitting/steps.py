@@ -1,0 +1,107 @@
+"""The steps of a fit as functions: each takes what the one before it gives, and can be used on its own."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.fitting.survey import Survey
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.linalg import Vectors
+from sublaplace.posteriors.certificate import Certificate
+from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.projection import Projection, projection_from
+from sublaplace.projectors.context import ProjectorContext
+from sublaplace.projectors.registry import Projector
+from sublaplace.runtime.distributed import ranks_of
+from sublaplace.runtime.memory import require, require_disk
+
+
+def curvature_stream(
+    loader: Iterable[Any], linearization: Linearization, survey: Survey, tolerance: float, progress: bool = False
+) -> CurvatureStream:
+    """Return the training data as rows of the GGN's root, for passes over them; see `CurvatureStream`."""
+    return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
+
+
+def require_room_for_projection(linearization: Linearization, dim: int, matrices: int) -> None:
+    """Raise MemoryError if so many p × s matrices do not fit into memory, or onto the disk of the scratch folder."""
+    p = linearization.layout.num_parameters
+    needed, what = matrices * p * dim * linearization.dtype.itemsize, f"A projection of {p:,} × {dim:,} numbers"
+    remedy = (
+        "Choose a smaller dim, a subset projector (which stores indices only) without a complement, or fewer "
+        "parameters with requires_grad=True"
+    )
+    if linearization.scratch_folder is None:
+        require(needed, linearization.device, what, f"{remedy}; or keep it on disk with Resources(scratch_folder='…').")
+    else:
+        require_disk(needed, linearization.scratch_folder, what, f"{remedy}.")
+
+
+def built_projection(projector: Projector, context: ProjectorContext) -> Projection:
+    """Return P, built or taken from the checkpoint of the context's stream."""
+    checkpoint, linearization = context.stream.checkpoint, context.linearization
+    if checkpoint is not None and (found := checkpoint.read("projection")):
+        return projection_from(found[0], linearization.layout, linearization.dtype)
+    projection = projector(context)
+    ranks = ranks_of(context.stream.loader)
+    if ranks.size > 1:
+        # All ranks have built it from the same numbers; on different machines rounding may differ.
+        ranks.same(projection.tensors().values())
+    if checkpoint is not None:
+        checkpoint.write("projection", projection.tensors(), {})
+    return projection
+
+
+def subspace_posterior(
+    stream: CurvatureStream, projection: Projection, prior_precision: float, resumable: bool = False
+) -> SubspacePosterior:
+    """Return the exact posterior in the subspace: one pass over the data, see `reduced_ggn`."""
+    curvatures = reduced_ggn(stream, projection, resumable)
+    scales = stream.likelihood.curvature_scales
+    return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior_precision)
+
+
+def subspace_posterior_and_product(
+    stream: CurvatureStream, projection: Projection, prior_precision: float, resumable: bool = False
+) -> tuple[SubspacePosterior, Vectors]:
+    """Return the posterior in the subspace, and Y = GGN P of the same pass (see `reduced_ggn_and_product`)."""
+    curvatures, product = reduced_ggn_and_product(stream, projection, resumable)
+    scales = stream.likelihood.curvature_scales
+    return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior_precision), product
+
+
+def complemented_posterior(
+    inside: SubspacePosterior, outside: BlockPrecision, product: Vectors, scale: float
+) -> ComplementedPosterior:
+    """Return the posterior with `outside` outside of the subspace, from Y, whose memory it takes.
+
+    scale: the likelihood's, where it has a single one, which is not in Y.
+    """
+    return ComplementedPosterior.of(inside, outside, {name: part.mul_(scale) for name, part in product.items()})
+
+
+def smallest_dim(share: float, certificate: Certificate, jacobians: Jacobians) -> int:
+    """Return the smallest leading s whose guaranteed share of the trace on these inputs reaches the target."""
+    shares = certificate.captured(jacobians)
+    reached = torch.nonzero(shares >= share)
+    if len(reached):
+        return int(reached[0]) + 1
+    warnings.warn(
+        f"dim=Captured({share:g}) was to capture {share:.0%} of the trace; {len(shares)} dimensions "
+        f"guarantee {float(shares[-1]):.0%}, and are used. A larger at_most or other subspace_inputs may capture more.",
+        stacklevel=5,
+    )
+    return len(shares)
+
+
+def without_dropping(stream: CurvatureStream) -> CurvatureStream:
+    """Return the same passes with every direction kept, as certificates need them."""
+    return replace(stream, tolerance=0.0)

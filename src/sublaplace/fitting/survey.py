@@ -1,0 +1,163 @@
+"""A first look at data: checked, counted, compared with the network's outputs, and X′ drawn from it."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sublaplace.data.batches import num_inputs, split_batch
+from sublaplace.data.subspace_inputs import Reservoir
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from, target_weights
+from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
+from sublaplace.model.residuals import Residuals
+from sublaplace.runtime.distributed import placed, ranks_of
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one forward pass over the training data tells."""
+
+    num_data: int  # N
+    num_outputs: int  # C
+    likelihood: Likelihood  # with σ, where it was estimated
+    residuals: Residuals  # of a likelihood with noise
+    fixed_log_likelihood: float  # ln p(D|θ̂) of a likelihood without noise
+
+    def log_likelihood(self, noise_std: Tensor) -> Tensor:
+        """Return ln p(D|θ̂), differentiable in σ."""
+        if self.likelihood.has_noise:
+            return self.residuals.log_likelihood(noise_std)
+        return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64)
+
+    @property
+    def noise_std(self) -> Noise:
+        """σ; 1 for a likelihood without noise."""
+        noise = self.likelihood.noise_std
+        return 1.0 if noise is None else noise
+
+    def with_noise(self, noise_std: Noise) -> "Survey":
+        """Return the survey with another σ."""
+        return replace(self, likelihood=self.likelihood.with_noise(noise_std))
+
+    def with_given_noise(self, noise_std: Noise) -> "Survey":
+        """Return the survey with another σ, which more data will not change."""
+        return replace(self, likelihood=self.likelihood.with_given_noise(noise_std))
+
+    def with_estimated_noise(self) -> "Survey":
+        """Return the survey with σ from the residuals, where it is not given."""
+        estimate = self.likelihood.noise_estimate
+        if estimate is None:
+            return self
+        residuals = self.residuals
+        return self.with_noise(
+            residuals.root_mean_squares() if estimate == PER_OUTPUT else residuals.root_mean_square()
+        )
+
+    def joined(self, other: "Survey") -> "Survey":
+        """Return the survey of both data sets together; an estimated σ is estimated again."""
+        result = replace(
+            self,
+            num_data=self.num_data + other.num_data,
+            residuals=self.residuals.joined(other.residuals),
+            fixed_log_likelihood=self.fixed_log_likelihood + other.fixed_log_likelihood,
+        )
+        return result.with_estimated_noise()
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what a file keeps of the survey."""
+        return {
+            "num_data": self.num_data,
+            "num_outputs": self.num_outputs,
+            "likelihood": self.likelihood.numbers(),
+            "residuals": [sums.tolist() for sums in self.residuals.sums],
+            "fixed_log_likelihood": self.fixed_log_likelihood,
+        }
+
+    @classmethod
+    def from_numbers(cls, numbers: dict[str, Any]) -> "Survey":
+        """Return the survey of `numbers`."""
+        return cls(
+            numbers["num_data"],
+            numbers["num_outputs"],
+            likelihood_from(numbers["likelihood"]),
+            Residuals(*(torch.tensor(sums, dtype=torch.float64) for sums in numbers["residuals"])),
+            numbers["fixed_log_likelihood"],
+        )
+
+
+def survey_of(
+    loader: Iterable[Any],
+    linearization: Linearization,
+    likelihood: Likelihood,
+    reservoir_for: Callable[[int], Reservoir | None] = lambda _: None,
+    estimate: bool = True,
+    progress: bool = False,
+) -> tuple[Survey, Reservoir | None]:
+    """Run one forward pass over the data.
+
+    Args:
+        loader: the training data.
+        linearization: the network.
+        likelihood: how outputs and targets are compared.
+        reservoir_for: from C to what X′ is drawn into, if it is drawn.
+        estimate: fill in σ where the likelihood asks for an estimate.
+        progress: show a bar.
+
+    Raises:
+        ValueError: if there are no data, none that counts, or no noise to be estimated.
+    """
+    total, counted, fixed, largest = 0, 0.0, 0.0, 0.0
+    residuals: Residuals | None = None
+    reservoir = None
+    for position, batch in tqdm(placed(loader), desc="survey", disable=not progress, leave=False):
+        inputs, targets, weights = split_batch(batch)
+        if not num_inputs(inputs):
+            continue
+        inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
+        if total == 0:
+            linearization.look_at(inputs)  # probes the network
+        outputs = linearization.outputs(inputs)
+        likelihood.check_targets(outputs, targets)
+        if residuals is None:
+            residuals = Residuals.none(outputs.shape[1])
+            reservoir = reservoir_for(outputs.shape[1])
+        counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
+        if reservoir is not None:
+            reservoir.add(inputs, position, counts)
+        counted += len(outputs) if counts is None else float(counts.amax(1).sum())
+        if likelihood.has_noise:
+            residuals = residuals.joined(Residuals.of(targets - outputs, weights))
+            largest = max(largest, float(outputs.abs().max()))
+        else:
+            each = likelihood.log_density(outputs, targets)
+            fixed += float((each if weights is None else each * weights.to(each)).sum())
+        total += len(outputs)
+    ranks = ranks_of(loader)
+    parts = ranks.gather((total, counted, fixed, largest, residuals, reservoir))
+    found = [part[4] for part in parts if part[4] is not None]
+    if not found:
+        raise ValueError("The loader is empty: there is nothing to fit.")
+    if len(found) < ranks.size:
+        raise ValueError(f"There are fewer batches than the {ranks.size} ranks; use smaller batches.")
+    total, counted = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    fixed, largest = sum(part[2] for part in parts), max(part[3] for part in parts)
+    residuals = functools.reduce(Residuals.joined, found)
+    if not counted:
+        raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
+    if reservoir is not None:
+        reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
+    survey = Survey(total, len(residuals.count), likelihood, residuals, fixed)
+    if estimate and likelihood.noise_estimate is not None:
+        survey = survey.with_estimated_noise()
+        rounding = 4 * torch.finfo(linearization.dtype).eps * largest
+        if min(variance**0.5 for variance in survey.likelihood.noise_variances) <= rounding:
+            raise ValueError(
+                "The training residuals are no larger than rounding, so no noise can be estimated from them; give "
+                "noise_std, as in Gaussian(0.1)."
+            )
+    return survey, reservoir

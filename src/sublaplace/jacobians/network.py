@@ -1,0 +1,125 @@
+"""A trained network as the engine sees it: its parameters by name, and forward passes whose calls are recorded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sublaplace.data.batches import num_inputs, plain
+from sublaplace.jacobians.capture import Capture
+from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
+
+Forward = Callable[[nn.Module, Any], Tensor]
+
+
+class Network:
+    """A model, how it is called, and its parameters that require grad."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        self.model, self.forward = model, forward
+        self.layout = ParameterLayout.of(model)
+        self.parameters = self.layout.parameters(model)
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._borrowed = 0
+        # oneDNN's convolutions, which are the ones that gain from this order, are those of float32 on a CPU.
+        self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.parameters.values())).device
+
+    @property
+    def tolerance(self) -> float:
+        """How far two ways to the same number may lie apart, relative to the largest."""
+        return 1e-3 if self.dtype.itemsize < 8 else 1e-8
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Put the model into eval mode, and back afterwards; may be nested."""
+        if self._borrowed:
+            yield
+            return
+        self._borrowed += 1
+        try:
+            with borrowed(self.model), torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
+                yield
+        finally:
+            self._borrowed -= 1
+
+    def to_device(self, inputs: Any) -> Any:
+        """Move inputs to the model's device; half-precision ones get the model's type."""
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.to(self.device, self.dtype if leaf.dtype in HALF_PRECISIONS else leaf.dtype)
+            return leaf.clone() if leaf.is_inference() else leaf.detach()
+
+        return tree_map(move, plain(inputs))
+
+    def watched(self, inputs: Any, **options: Any) -> tuple[Capture, Tensor]:
+        """Run one forward pass and record its calls."""
+        capture = Capture(self._names, num_inputs(inputs), channels_last=self._channels_last, **options)
+        try:
+            with capture:
+                return capture, self._checked(self.forward(self.model, inputs), inputs)
+        except RuntimeError:
+            if not self._channels_last:
+                raise
+            self._channels_last = False  # the network wants the usual order, for a view perhaps
+            return self.watched(inputs, **options)
+
+    def _checked(self, outputs: Any, inputs: Any) -> Tensor:
+        n = num_inputs(inputs)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != n:
+            shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(
+                f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it gave {shape}. "
+                "Wrap it in a module that returns such a tensor."
+            )
+        if not torch.isfinite(outputs).all() or _has_non_finite(inputs):
+            raise ValueError(self._non_finite(inputs))
+        return outputs
+
+    def _non_finite(self, inputs: Any) -> str:
+        """Say where NaN or infinity first appears: the inputs or a layer."""
+        if _has_non_finite(inputs):
+            return "The inputs hold NaN or infinity."
+        capture = Capture(self._names, num_inputs(inputs), keep_outputs=True)
+        with torch.no_grad(), capture:
+            self.forward(self.model, inputs)
+        for call in capture.calls:
+            if call.output is not None and not torch.isfinite(call.output).all():
+                return f"The output of '{call.function}' with {', '.join(call.names)} holds NaN or infinity."
+        return "The network's outputs hold NaN or infinity, though no parametrised layer does."
+
+    def plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
+        """Return Jᵀu by one ordinary backward pass: (size,) per parameter."""
+        parameters = list(self.parameters.values())
+        for p in parameters:
+            p.requires_grad_()
+        try:
+            with torch.enable_grad():
+                outputs = self.forward(self.model, inputs)
+            gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+        finally:
+            for p in parameters:
+                p.requires_grad_(False)
+        return {
+            name: torch.zeros_like(p).flatten() if g is None else g.flatten()
+            for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
+        }
+
+
+def _has_non_finite(inputs: Any) -> bool:
+    leaves = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return any(not torch.isfinite(leaf).all() for leaf in leaves)

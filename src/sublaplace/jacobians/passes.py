@@ -1,0 +1,98 @@
+"""Rows of the Jacobian by backward passes from one recorded forward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians.blocks import Block, RowBlock, summed
+from sublaplace.jacobians.capture import Call, Capture
+from sublaplace.jacobians.general import general_rows
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.network import Network
+from sublaplace.jacobians.plan import BatchAxis, Plan
+from sublaplace.model.parameters import ParameterLayout
+
+Cotangents = Tensor | Callable[[Tensor], Tensor]
+"""Directions (n, K, C) in the outputs, or a function of the outputs that gives them."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass from which rows of the Jacobian are taken by backward passes, in order."""
+
+    layout: ParameterLayout
+    outputs: Tensor  # with their graph
+    cotangents: Tensor  # (n, K, C)
+    calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, the batch in front
+    general: dict[str, Tensor]  # rows that are known already: (n, K, size)
+
+    @classmethod
+    def of(
+        cls,
+        network: Network,
+        plan: Plan,
+        capture: Capture,
+        inputs: Any,
+        outputs: Tensor,
+        cotangents: Cotangents | None,
+    ) -> "ForwardPass":
+        """Prepare the backward passes for `cotangents`; None: one for each output."""
+        n, C = outputs.shape
+        if cotangents is None:
+            cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
+        elif not isinstance(cotangents, Tensor):
+            cotangents = cotangents(outputs.detach())
+        chosen = {name: network.parameters[name] for name in plan.general}
+        general = {}
+        if chosen:
+            general = general_rows(network.model, network.forward, chosen, inputs, cotangents, plan.general_batched)
+        calls = [
+            (call, axis, axis.in_front(call.source, n))
+            for call, axis in zip(capture.calls, plan.axes, strict=True)
+            if axis is not None and call.edge is not None and not set(call.names) <= set(plan.general)
+        ]
+        return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general)
+
+    @property
+    def num_rows(self) -> int:
+        """K."""
+        return self.cotangents.shape[1]
+
+    def jacobian(self, rows: range) -> Jacobian:
+        """Run one backward pass for each of the rows and return their Jacobian."""
+        blocks = self._blocks(rows)
+        ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
+        return Jacobian(self.layout, ordered, self.outputs.detach(), len(rows), repeats_inputs=rows.start > 0)
+
+    def _blocks(self, rows: range) -> dict[str, Block]:
+        gathered: list[list[Tensor]] = [[] for _ in self.calls]
+        for k in rows:
+            for parts, gradient in zip(gathered, self._gradients(k), strict=True):
+                parts.append(gradient)
+        found: dict[str, list[Block]] = {
+            name: [RowBlock(value[:, rows.start : rows.stop].detach())] for name, value in self.general.items()
+        }
+        with torch.no_grad(), torch.inference_mode(False):
+            for (call, axis, source), parts in zip(self.calls, gathered, strict=True):
+                in_front = tuple(axis.in_front(gradient, len(self.outputs)) for gradient in parts)
+                for name, build in call.builders:
+                    if name not in self.general:
+                        found.setdefault(name, []).append(build(source, in_front))
+            return {name: summed(blocks) for name, blocks in found.items()}
+
+    def _gradients(self, k: int) -> list[Tensor]:
+        """Return the gradients of row k of every input at the outputs of the calls; the last row frees the graph."""
+        edges = [call.edge for call, _, _ in self.calls if call.edge is not None]
+        if not edges or not self.outputs.requires_grad:
+            return [self.outputs.new_zeros(call.output_shape) for call, _, _ in self.calls]
+        with torch.inference_mode(False):
+            gradients = torch.autograd.grad(
+                self.outputs, edges, self.cotangents[:, k], retain_graph=k + 1 < self.num_rows, allow_unused=True
+            )
+        return [
+            self.outputs.new_zeros(call.output_shape) if gradient is None else gradient
+            for gradient, (call, _, _) in zip(gradients, self.calls, strict=True)
+        ]

@@ -1,0 +1,143 @@
+"""From the mean and covariance of logits to probabilities."""
+
+from collections.abc import Callable
+from functools import cached_property
+from math import log, pi
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LINKS = ("probit", "mc", "bridge")
+PROBIT_VARIANCE = 8 / pi
+"""Of the Gaussian error whose distribution function resembles the sigmoid: probit divides f by √(1 + Σ / this)."""
+
+
+class Interval(NamedTuple):
+    """Two ends of what is known."""
+
+    lower: Tensor
+    upper: Tensor
+
+
+class Covariance:
+    """The covariances of n outputs, formed as matrices only if they are asked for."""
+
+    def __init__(self, variance: Tensor, matrix: Callable[[], Tensor]) -> None:
+        self.variance = variance  # (n, C)
+        self._matrix = matrix
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The whole matrices, (n, C, C)."""
+        return self._matrix()
+
+
+def scaled(outputs: Tensor, variance: Tensor) -> Tensor:
+    """Return f / √(1 + π/8 · variance): the logits whose probabilities are, by the probit approximation, the mean."""
+    return outputs / (1 + pi / 8 * variance).sqrt()
+
+
+def mean_softmax(
+    outputs: Tensor, covariance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return E[softmax f] for f ~ N(outputs, covariance), by one of three approximations: (n, C).
+
+    probit: softmax(f / √(1 + π/8 · diag Σ)). mc: the mean over samples of f. bridge: the Laplace bridge, the
+    mean of the Dirichlet that matches the Gaussian on the simplex (MacKay 1998; Hobbhahn et al. 2022).
+    """
+    if link == "probit":
+        return probit(outputs, covariance.diagonal(dim1=1, dim2=2))
+    if link == "mc":
+        return monte_carlo(outputs, covariance, samples, generator)
+    if link == "bridge":
+        return laplace_bridge(outputs, covariance)
+    raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+
+
+def mean_sigmoid(
+    outputs: Tensor, variance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return E[sigmoid f] for f ~ N(outputs, variance), each output on its own: (n, C); "probit" or "mc"."""
+    if link == "probit":
+        return scaled(outputs, variance).sigmoid()
+    if link == "mc":
+        total = torch.zeros_like(outputs)
+        for _ in range(samples):
+            total += (outputs + variance.sqrt() * standard_normal(outputs, generator)).sigmoid()
+        return total / samples
+    raise ValueError(
+        f"Yes/no outputs have no link '{link}'; choose 'probit' or 'mc'. (The mean of the Laplace bridge is "
+        "sigmoid(f) for them, whatever the variance.)"
+    )
+
+
+def probit(outputs: Tensor, variance: Tensor) -> Tensor:
+    """Return softmax(f / √(1 + π/8 · variance)), variance (n, C)."""
+    return scaled(outputs, variance).softmax(1)
+
+
+def probit_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """Return the ends of softmax(f / √(1 + π/8 v)) over all variances v in [lower, upper] (n, C), class by class.
+
+    Softmax grows in its own logit and falls in the others, f/√(1 + π/8 v) is monotone in v: the ends are at corners.
+    """
+    least, most = _scaled_ends(outputs, lower, upper)
+    own = torch.eye(outputs.shape[1], dtype=torch.bool, device=outputs.device)
+
+    def end(for_own: Tensor, for_others: Tensor) -> Tensor:
+        logits = torch.where(own, for_own[:, :, None], for_others[:, None, :])
+        return logits.softmax(2).diagonal(dim1=1, dim2=2)
+
+    return Interval(end(least, most), end(most, least))
+
+
+def sigmoid_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """Return the ends of sigmoid(f / √(1 + π/8 v)), as `probit_interval`."""
+    least, most = _scaled_ends(outputs, lower, upper)
+    return Interval(least.sigmoid(), most.sigmoid())
+
+
+def _scaled_ends(outputs: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = (scaled(outputs, variance) for variance in (lower, upper))
+    return torch.minimum(one, other), torch.maximum(one, other)
+
+
+def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """Return the mean of softmax over Gaussian samples. Cost: C³ per input and n·samples·C²."""
+    root = symmetric_root(covariance)
+    total = torch.zeros_like(outputs)
+    for _ in range(samples):
+        total += (outputs + (root @ standard_normal(outputs, generator).unsqueeze(2)).squeeze(2)).softmax(1)
+    return total / samples
+
+
+def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw on the CPU, so that every device sees the same numbers."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+
+
+def symmetric_root(covariance: Tensor) -> Tensor:
+    """Return Σ^½ of positive semi-definite matrices, singular ones included."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.transpose(-1, -2)
+    return root.to(covariance.dtype)
+
+
+def laplace_bridge(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """Return α / Σα with α_k = (1 − 2/C + e^{f_k} Σ_l e^{−f_l} / C²) / Σ_kk, after conditioning f to sum to zero."""
+    C = outputs.shape[1]
+    row_sums = covariance.sum(2)
+    total = row_sums.sum(1, keepdim=True).clamp_min(torch.finfo(covariance.dtype).tiny)
+    mean = outputs - row_sums * outputs.sum(1, keepdim=True) / total
+    variance = covariance.diagonal(dim1=1, dim2=2) - row_sums.square() / total
+    variance = variance.clamp_min(torch.finfo(covariance.dtype).eps)
+    # In logarithms: confident outputs overflow otherwise.
+    log_ratio = mean + torch.logsumexp(-mean, 1, keepdim=True) - 2 * log(C)
+    constant = torch.full_like(log_ratio, 1 - 2 / C).log()
+    return (torch.logaddexp(constant, log_ratio) - variance.log()).softmax(1)
+
+
+def probit_logits(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """Return the scaled logits for covariances (n, C, C), in float64: (n, C)."""
+    return scaled(outputs.double(), covariance.double().diagonal(dim1=1, dim2=2))

@@ -1,0 +1,178 @@
+"""Small dense linear algebra, always in float64, and what is done with a few vectors of parameter space."""
+
+import torch
+from torch import Tensor
+
+Vectors = dict[str, Tensor]
+"""A few vectors of parameter space: for every parameter a (count, size) matrix, one row a vector.
+
+Kept apart by parameter, so that each layer works on contiguous memory and nothing has to be copied together.
+"""
+
+
+def cholesky(matrix: Tensor, what: str) -> Tensor:
+    """The lower Cholesky factor of a positive definite float64 matrix, with an error that says what failed.
+
+    Cost: s³/3.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise ValueError(
+            f"{what} is not positive definite (leading minor {int(info)} of {len(matrix)}). "
+            "A larger prior precision or a float64 model helps."
+        )
+    return factor
+
+
+def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The eigenvalues, descending, and eigenvectors of a positive semi-definite matrix: at most `count` of them.
+
+    Only those above the numerical rank are given: eigenvalue > tolerance · largest eigenvalue. Cost: O(size³).
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = values.flip(0), vectors.flip(1)
+    rank = int((values > tolerance * values[0].clamp_min(0)).sum())
+    keep = min(count, rank)
+    return values[:keep], vectors[:, :keep]
+
+
+def symmetric_product(factor: Tensor) -> Tensor:
+    """F Fᵀ of factors (…, r, m): (…, r, r), without forming both triangles. Cost: about r²·m/2 where r is large."""
+    size = factor.shape[-2]
+    if size <= _SMALLEST_STRIP:
+        return factor @ factor.mT
+    result = factor.new_empty(*factor.shape[:-1], size)
+    for start, stop in _strips(size):
+        result[..., start:, start:stop] = factor[..., start:, :] @ factor[..., start:stop, :].mT
+    return mirrored(result)
+
+
+_SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
+
+
+def _strips(size: int) -> list[tuple[int, int]]:
+    step = max(_SMALLEST_STRIP, -(-size // 8))
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def mirrored(matrix: Tensor) -> Tensor:
+    """The lower triangle of matrices (…, r, r), copied to where the upper one belongs, in their own memory."""
+    for start, stop in _strips(matrix.shape[-1]):
+        square = matrix[..., start:stop, start:stop]
+        square.copy_(square.tril() + square.tril(-1).mT)
+        matrix[..., start:stop, stop:] = matrix[..., stop:, start:stop].mT
+    return matrix
+
+
+def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
+    """V Vᵀ of vectors (r, p) held by parameter, or of L⁻¹V for a triangular factor L: (r, r) in float64.
+
+    Cost: p·r²/2, with a factor p·r².
+    """
+    count = len(next(iter(vectors.values())))
+    total = torch.zeros(count, count, dtype=torch.float64)
+    for part in vectors.values():
+        total = total.to(part.device)
+        # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
+        for piece in part.split(_columns_of_piece(count), dim=1):
+            exact = piece.double()
+            if factor is not None:
+                exact = torch.linalg.solve_triangular(factor, exact, upper=False)
+            for start, stop in _strips(count):
+                total[start:, start:stop].addmm_(exact[start:], exact[start:stop].T)
+    return mirrored(total)
+
+
+def _columns_of_piece(rows: int) -> int:
+    """How many columns to convert to float64 at a time: 16 MiB of them, and more where r × r matrices are large."""
+    return max(2**21 // rows, rows // 2, 1)
+
+
+def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
+    """V Wᵀ of vectors (r, p) and (q, p) held by parameter: (r, q) in float64. Cost: p·r·q."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name, part in vectors.items():
+        width = _columns_of_piece(len(part))
+        for piece, other in zip(part.split(width, dim=1), others[name].split(width, dim=1), strict=True):
+            total = piece.double() @ other.double().T + total.to(piece.device)
+    return total
+
+
+def orthonormalise(vectors: Vectors) -> Vectors:
+    """Makes the vectors (rows) orthonormal, in their own memory; every leading part spans what it spanned before.
+
+    Cholesky QR, up to three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that
+    it cannot break down. Vectors are scaled to length one first. It ends when they are orthonormal up to the rounding
+    of their type: mostly after one round in float32 and two in float64. Cost: 1.5·p·s² to 3·p·s² (of multiplications),
+    and no second p × s matrix.
+    """
+    lengths = gram_diagonal(vectors).sqrt()
+    scale = torch.where(lengths > 0, 1 / lengths, 1.0)
+    for part in vectors.values():
+        part.mul_(scale.to(part)[:, None])
+    rounding = len(scale) * torch.finfo(torch.float64).eps
+    tolerance = max(rounding, 4 * torch.finfo(next(iter(vectors.values())).dtype).eps)
+    for shift in (rounding, 0.0, 0.0):
+        products = gram(vectors)
+        products.diagonal().sub_(1)
+        deviation = products.abs().max()
+        if deviation <= tolerance:
+            break
+        products.diagonal().add_(1 + shift)
+        _solve(cholesky(products, "The Gram matrix of the projection"), vectors)
+        if deviation < 0.01:
+            break  # a round makes what was well-conditioned orthonormal up to rounding
+    return vectors
+
+
+def _solve(factor: Tensor, vectors: Vectors) -> None:
+    """V ← L⁻¹ V for a lower triangular L (r, r), in the memory of the vectors. Cost: p·r²/2."""
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            piece.copy_(torch.linalg.solve_triangular(factor, piece.double(), upper=False))
+
+
+def gram_diagonal(vectors: Vectors) -> Tensor:
+    """The squared lengths of vectors held by parameter: (r,) in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            total = piece.double().square().sum(1) + total.to(piece.device)
+    return total
+
+
+def combine(matrix: Tensor, vectors: Vectors) -> Vectors:
+    """V ← matrix V for a matrix (q, r) with q ≤ r: in the memory of the vectors, whose first q rows are given.
+
+    Multiplied in float64, a few columns at a time. Cost: p·q·r.
+    """
+    count = len(matrix)
+    for part in vectors.values():
+        for piece in part.split(_columns_of_piece(len(part)), dim=1):
+            piece[:count] = (matrix @ piece.double()).to(piece.dtype)
+    return {name: part[:count] for name, part in vectors.items()}
+
+
+_BEYOND_CACHES = 2**27  # bytes
+
+
+def add_product(into: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """Adds W X to `into` (r, m), for weights W (r, q) and rows X (q, m). Cost: r·q·m.
+
+    A plain product goes through all r rows at once. Where they are far larger than the caches, that is too many places
+    to read ahead of; then few of them are taken at a time, or few columns where q is large.
+    """
+    if into.nbytes <= _BEYOND_CACHES or into.device.type != "cpu":
+        into.addmm_(weights, rows)
+    elif len(rows) <= 32:
+        for some, their_weights in zip(into.split(16), weights.split(16), strict=True):
+            some.addmm_(their_weights, rows)
+    else:
+        for some, columns in zip(into.split(4096, dim=1), rows.split(4096, dim=1), strict=True):
+            some += weights @ columns
+
+
+def diagonal_blocks(joint: Tensor, count: int) -> Tensor:
+    """Return the diagonal blocks of a covariance over all inputs together: (n, C, C) of (nC, nC)."""
+    size = len(joint) // count
+    return joint.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

@@ -1,0 +1,117 @@
+"""What is predicted for new inputs."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.links import Covariance, Interval, standard_normal, symmetric_root
+
+_ENTROPY_DRAWS = 256  # of the logits, for the entropy that is expected under the posterior
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for n inputs; what is not asked for is not computed.
+
+    With a likelihood with probabilities, `total`, `aleatoric` and `epistemic` are entropies in nats, (n,); otherwise
+    they are covariances of the targets, (n, C, C). In both cases total = aleatoric + epistemic.
+    """
+
+    mean: Tensor
+    """The network's outputs f, (n, C)."""
+    likelihood: Likelihood = field(repr=False)
+    uncertainty: Covariance = field(repr=False)
+    link: str = "probit"
+    samples: int = 1000
+    seed: int = 0
+
+    @property
+    def variance(self) -> Tensor:
+        """The posterior variance of each output, without noise: (n, C)."""
+        return self.uncertainty.variance
+
+    @property
+    def covariance(self) -> Tensor:
+        """The posterior covariance of the outputs, without noise: (n, C, C)."""
+        return self.uncertainty.matrix
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """The probability of each class, (n, C); for yes/no outputs the probability of yes.
+
+        Raises:
+            ValueError: for a likelihood without probabilities, such as regression.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
+        if found is None:
+            raise ValueError(
+                f"A prediction of kind '{self.likelihood.name}' has no probabilities; use mean, variance and interval."
+            )
+        return found
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the likelihood is one of classes or yes/no outputs."""
+        return self.likelihood.plain_probabilities(self.mean[:1]) is not None
+
+    @cached_property
+    def total(self) -> Tensor:
+        """The whole uncertainty: the entropy of the probabilities (n,), or Σ + σ² (n, C, C)."""
+        if not self.has_probabilities:
+            return self.covariance + self.aleatoric
+        return self.likelihood.entropy(self.probabilities.double())
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """The share that more data would not remove: the expected entropy (n,), or σ² (n, C, C)."""
+        n, C = self.mean.shape
+        if self.has_probabilities:
+            return (self.total - self.mutual_information).clamp_min(0)
+        noise = torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
+        return noise.expand(C).diag().expand(n, C, C)
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The share that more data would remove: the mutual information (n,), or Σ (n, C, C)."""
+        return self.mutual_information if self.has_probabilities else self.covariance
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """What a label would tell about the parameters, H[E p] − E[H p] in nats (BALD): (n,), in float64.
+
+        The expectations are over 256 draws of the outputs. Cost: C³ per input and 256·n·C².
+        """
+        if not self.has_probabilities:
+            noise = self.aleatoric.double()
+            return 0.5 * torch.linalg.slogdet(torch.linalg.solve(noise, self.covariance.double() + noise)).logabsdet
+        generator = torch.Generator().manual_seed(self.seed)
+        root, mean = symmetric_root(self.covariance.double()), self.mean.double()
+        expected = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
+        averaged = torch.zeros_like(mean)
+        for _ in range(_ENTROPY_DRAWS):
+            drawn = mean + (root @ standard_normal(mean, generator).unsqueeze(2)).squeeze(2)
+            probabilities = self.likelihood.plain_probabilities(drawn)
+            assert probabilities is not None
+            expected += self.likelihood.entropy(probabilities) / _ENTROPY_DRAWS
+            averaged += probabilities / _ENTROPY_DRAWS
+        return (self.likelihood.entropy(averaged) - expected).clamp_min(0)
+
+    def interval(self, level: float = 0.9) -> Interval:
+        """Return the central interval of each target at this level, with the noise: two tensors (n, C).
+
+        Raises:
+            ValueError: for a likelihood with probabilities, or a level outside of (0, 1).
+        """
+        if self.has_probabilities:
+            raise ValueError("Classes have no interval; use probabilities.")
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, but it is {level}.")
+        noise = torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
+        quantile = sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+        half = quantile * (self.variance + noise).sqrt()
+        return Interval(self.mean - half, self.mean + half)

@@ -1,0 +1,73 @@
+"""What is left of the residuals of a data set: sums, from which the noise σ and the likelihood follow."""
+
+from dataclasses import dataclass
+from math import pi
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """Weighted sums over the residuals y − f of a data set for each output, from which σ and the likelihood follow.
+
+    Squares are summed about the mean, so that no digits cancel when parts are joined.
+    """
+
+    count: Tensor  # Σ w: (C,), float64
+    mean: Tensor  # Σ w r / Σ w
+    spread: Tensor  # Σ w (r − mean)²
+
+    @classmethod
+    def none(cls, num_outputs: int) -> "Residuals":
+        zeros = torch.zeros(num_outputs, dtype=torch.float64)
+        return cls(zeros, zeros, zeros)
+
+    @classmethod
+    def of(cls, residuals: Tensor, weights: Tensor | None = None) -> "Residuals":
+        """Of residuals (n, C) with weights (n,)."""
+        values = residuals.double().cpu()
+        w = torch.ones(len(values), 1, dtype=torch.float64) if weights is None else weights.double().cpu()[:, None]
+        count = w.sum().expand(values.shape[1])
+        mean = (w * values).sum(0) / count.clamp_min(torch.finfo(torch.float64).tiny)
+        return cls(count, mean, (w * (values - mean).square()).sum(0))
+
+    def joined(self, other: "Residuals") -> "Residuals":
+        total, shift = self.count + other.count, other.mean - self.mean
+        share = other.count / total.clamp_min(torch.finfo(torch.float64).tiny)
+        spread = self.spread + other.spread + shift.square() * self.count * share
+        return Residuals(total, self.mean + shift * share, spread)
+
+    def pooled(self) -> "Residuals":
+        """As if all outputs were one."""
+        parts = [Residuals(*values) for values in zip(*(t.view(-1, 1) for t in self.sums), strict=True)]
+        result = parts[0]
+        for part in parts[1:]:
+            result = result.joined(part)
+        return result
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count, self.mean, self.spread
+
+    @property
+    def squares(self) -> Tensor:
+        """Σ w r² of each output: (C,)."""
+        return self.spread + self.count * self.mean.square()
+
+    def root_mean_squares(self) -> tuple[float, ...]:
+        """Return √(Σ w r² / Σ w) of each output: the σ of the largest likelihood."""
+        if not (self.squares > 0).all():
+            raise ValueError(
+                "The training residuals are all zero, so no noise can be estimated from them; give noise_std, as in "
+                "Gaussian(0.1)."
+            )
+        return tuple((self.squares / self.count).sqrt().tolist())
+
+    def root_mean_square(self) -> float:
+        """Return the root mean square, pooled over the outputs."""
+        return self.pooled().root_mean_squares()[0]
+
+    def log_likelihood(self, noise_std: Tensor) -> Tensor:
+        """Σ ln N(y | f, σ²), differentiable in σ, which is one number or one for each output."""
+        return -0.5 * (self.squares / noise_std**2 + self.count * (2 * pi * noise_std**2).log()).sum()

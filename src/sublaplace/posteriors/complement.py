@@ -1,0 +1,241 @@
+"""A posterior that is exact in the subspace and KFAC (or diagonal) outside of it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.model.linalg import Vectors, gram
+from sublaplace.model.parameters import ParameterLayout
+from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.projection import Projection
+
+
+@dataclass(frozen=True)
+class ComplementedPosterior:
+    r"""N(0, Ψ̃) with Ψ̃ = Q A⁻¹ Qᵀ + (I − Π) Ψ_K (I − Π)ᵀ, Π = Q A⁻¹ (ΛQ)ᵀ and A = QᵀΛQ.
+
+    Q is the projection P, Λ = GGN + λ the exact precision, known by Y = GGN Q alone, and Ψ_K = (K + λ)⁻¹ the KFAC or
+    diagonal covariance: the inverse block-BFGS update of Ψ_K. Ψ̃ is positive definite, exact where it was measured
+    (Ψ̃ΛQ = Q), Ψ_K at s = 0 and the full covariance at s = p. Predictions have the covariance
+
+        Σ̃ = Σ_P + J_c Ψ_K J_cᵀ,    J_c = J − (J Q) A⁻¹ (ΛQ)ᵀ,
+
+    a sum of squares, so it is never indefinite by rounding. Kept are Q and B = Ψ_K^½ ΛQ, the latter in the eigenbasis
+    of Ψ_K: memory 2·p·s. Cost of a prediction: that of the subspace, of KFAC, and K·p·s multiplications per input.
+    """
+
+    inside: SubspacePosterior
+    outside: BlockPrecision
+    mixed: Vectors  # B: (s, size) a parameter
+    outside_in_subspace: Tensor  # QᵀKQ, with the likelihood's scale: (s, s)
+    kind: ClassVar[str] = "complement"
+
+    @classmethod
+    def of(cls, inside: SubspacePosterior, outside: BlockPrecision, product: Vectors) -> "ComplementedPosterior":
+        """From Y = GGN Q with the likelihood's scales, which is overwritten. Cost: rotations, s·p·(I + O) a layer."""
+        projection, prior = inside.projection, inside.prior_precision
+        curvature = torch.zeros_like(inside.gram)
+        for name, part in outside.parts.items():
+            eigenvalues = part.eigenvalues()
+            Q = part.rotate(projection.part(name))
+            curvature += (Q * eigenvalues).double() @ Q.double().T
+            rotated = part.rotate(product[name]).add_(Q, alpha=prior)
+            product[name].copy_(rotated.mul_((eigenvalues + prior).rsqrt()))
+        return cls(inside, outside, product, (curvature + curvature.T) / 2)
+
+    @property
+    def subspace(self) -> SubspacePosterior:
+        """The exact part."""
+        return self.inside
+
+    @property
+    def projection(self) -> Projection:
+        """P."""
+        return self.inside.projection
+
+    @property
+    def dim(self) -> int:
+        return self.inside.dim
+
+    @property
+    def prior_precision(self) -> float:
+        return self.inside.prior_precision
+
+    def with_prior(self, prior_precision: float) -> "ComplementedPosterior":
+        return self._remixed(self.inside.with_prior(prior_precision), 1.0)
+
+    def with_scales(self, scales: tuple[float, ...]) -> "ComplementedPosterior":
+        return self._remixed(self.inside.with_scales(scales), single(scales) / single(self.inside.scales))
+
+    def _remixed(self, inside: SubspacePosterior, factor: float) -> "ComplementedPosterior":
+        """Under another λ, and curvatures times a factor: Y is got back from B. Cost: rotations of Q."""
+        old, new = self.prior_precision, inside.prior_precision
+        eps = torch.finfo(next(iter(self.mixed.values())).dtype).eps
+        if old * eps > 1e-3 * new:
+            warnings.warn(
+                f"From λ = {old:.3g} to {new:.3g} the curvature outside of the subspace is lost in rounding; fit again "
+                "with the new prior_precision, or use a float64 model.",
+                stacklevel=4,
+            )
+        outside = self.outside.with_prior(new).scaled(factor)
+        mixed = {}
+        for name, part in self.outside.parts.items():
+            eigenvalues = part.eigenvalues()
+            Q = part.rotate(self.projection.part(name))
+            Y = (self.mixed[name] * (eigenvalues + old).sqrt()).sub_(Q, alpha=old).mul_(factor)
+            mixed[name] = Y.add_(Q, alpha=new).mul_((factor * eigenvalues + new).rsqrt())
+        return ComplementedPosterior(inside, outside, mixed, factor * self.outside_in_subspace)
+
+    def reweighted(self, weight: float) -> "ComplementedPosterior":
+        """With another weight of the curvature outside; inside all stays as it is. Cost: p·s."""
+        prior, outside = self.prior_precision, self.outside.reweighted(weight)
+        mixed = {}
+        for name, part in self.outside.parts.items():
+            ratio = (part.eigenvalues() + prior) / (outside.parts[name].eigenvalues() + prior)
+            mixed[name] = self.mixed[name] * ratio.sqrt()
+        return replace(
+            self,
+            outside=outside,
+            mixed=mixed,
+            outside_in_subspace=self.outside_in_subspace * (weight / self.outside.weight),
+        )
+
+    def truncated(self, dim: int) -> "ComplementedPosterior":
+        """Exact in the leading `dim` dimensions, KFAC in all others."""
+        return replace(
+            self,
+            inside=self.inside.truncated(dim),
+            mixed={name: part[:dim] for name, part in self.mixed.items()},
+            outside_in_subspace=self.outside_in_subspace[:dim, :dim],
+        )
+
+    def occam(self) -> "ComplementOccam":
+        """Return the Occam term of the evidence."""
+        return ComplementOccam(
+            self.outside.curvature_eigenvalues(),
+            self.outside_in_subspace,
+            self.inside.curvature,
+            self.inside.gram,
+            self.inside.scales,
+        )
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the posterior as tensors and numbers, for `restored`."""
+        inside, numbers = self.inside.stored()
+        outside, about = self.outside.stored()
+        mixed = {f"mixed.{name}": part for name, part in self.mixed.items()}
+        tensors = {**inside, **outside, **mixed, "outside_in_subspace": self.outside_in_subspace}
+        return tensors, {**numbers, "kind": self.kind, "outside": about}
+
+    @classmethod
+    def restored(
+        cls, tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
+    ) -> "ComplementedPosterior":
+        """Return what `stored` was called on."""
+        inside = SubspacePosterior.restored(tensors, numbers, layout, dtype)
+        outside = BlockPrecision.restored(tensors, numbers["outside"], layout, dtype)
+        mixed = {name: tensors[f"mixed.{name}"] for name in layout.names}
+        return cls(inside, outside, mixed, tensors["outside_in_subspace"])
+
+    def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        """Q L⁻ᵀ ε + (I − Π) z with z ~ N(0, Ψ_K), where (ΛQ)ᵀ z comes from B."""
+        s, layout = self.dim, self.outside.layout
+        drawn = noise(s + layout.num_parameters)
+        outer, measured = [], self.inside.gram.new_zeros(len(drawn), s)
+        for name, epsilon in layout.unflatten(drawn[:, s:]).items():
+            part, B = self.outside.parts[name], self.mixed[name]
+            outer.append(part.sample(epsilon.to(B), self.prior_precision))
+            measured += (part.rotate(epsilon.to(B)) @ B.T).double()
+        taken_back = torch.cholesky_solve(measured.T, self.inside.factor).T
+        coordinates = self.inside.coordinates(drawn[:, :s].to(measured)) - taken_back
+        return torch.cat(outer, dim=1) + self.projection.lift(coordinates.to(outer[0]))
+
+    def _outside_rows(self, name: str, jacobian: Jacobian, solved: Tensor) -> Tensor:
+        """J_c Ψ_K^½ as far as it belongs to one parameter: (n, K, size)."""
+        B = self.mixed[name]
+        correction = solved.to(B) @ B
+        block = jacobian.blocks.get(name)
+        if block is None:
+            return correction.neg_()
+        return self.outside.parts[name].whiten(block, self.prior_precision) - correction
+
+    def _inside_rows(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+        """J Q L⁻ᵀ and J Q A⁻¹, with L Lᵀ = A: (n, K, s) in float64."""
+        whitened = self.inside.whitened(jacobian)
+        flat = whitened.flatten(0, 1).T
+        return whitened, torch.linalg.solve_triangular(self.inside.factor.T, flat, upper=True).T.view_as(whitened)
+
+    def outside_covariances(self, jacobian: Jacobian, weights: Sequence[float]) -> Tensor:
+        """J_cΨ_KJ_cᵀ for other weights of the curvature outside: (weights, n, K, K) in float64.
+
+        Every weight scales the same rows J_cΨ_K^½, one number a parameter.
+        """
+        _, solved = self._inside_rows(jacobian)
+        n, K, _ = solved.shape
+        result = torch.zeros(len(weights), n, K, K, dtype=torch.float64, device=solved.device)
+        for name, part in self.outside.parts.items():
+            rows = self._outside_rows(name, jacobian, solved)
+            eigenvalues = part.eigenvalues()
+            for index, weight in enumerate(weights):
+                other = eigenvalues * (weight / self.outside.weight)
+                scaled = rows * ((eigenvalues + self.prior_precision) / (other + self.prior_precision))
+                result[index] += scaled @ rows.transpose(1, 2)
+        return result
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        """Σ̃ for each input: (n, K, K)."""
+        whitened, solved = self._inside_rows(jacobian)
+        result = (whitened @ whitened.transpose(1, 2)).to(jacobian.outputs.dtype)
+        for name in self.mixed:
+            rows = self._outside_rows(name, jacobian, solved)
+            result += rows @ rows.transpose(1, 2)
+        return jacobian.require_finite(result)
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        """The diagonal of `covariance`: (n, K)."""
+        whitened, solved = self._inside_rows(jacobian)
+        result = whitened.square().sum(2).to(jacobian.outputs.dtype)
+        for name in self.mixed:
+            result += self._outside_rows(name, jacobian, solved).square().sum(2)
+        return jacobian.require_finite(result)
+
+    def joint_covariance(self, jacobians: Jacobians) -> Tensor:
+        """Σ̃ over all inputs together: (nK, nK); one pass over them for each group of parameters whose rows fit."""
+        total = self.inside.joint_covariance(jacobians)
+        for group in grouped_by_memory(self.outside.layout, jacobians):
+            parts: dict[str, list[Tensor]] = {name: [] for name in group}
+            for jacobian in jacobians:
+                _, solved = self._inside_rows(jacobian)
+                for name in group:
+                    parts[name].append(self._outside_rows(name, jacobian, solved).flatten(0, 1))
+            total = total + gram({name: torch.cat(rows) for name, rows in parts.items()})
+        return total
+
+
+@dataclass(frozen=True)
+class ComplementOccam:
+    """½ (p ln λ + ln det Ψ̃), with ln det Ψ̃ = ln det Ψ_K + ln det QᵀΨ_K⁻¹Q − ln det QᵀΛQ.
+
+    Cost: s³ and one pass over KFAC's eigenvalues.
+    """
+
+    outside_eigenvalues: Tensor
+    outside_in_subspace: Tensor  # QᵀKQ
+    curvature: Tensor  # QᵀGGN Q
+    gram: Tensor
+    scales: tuple[float, ...]  # the likelihood's, which are in all of these; several cannot be changed
+
+    def __call__(self, prior_precision: Tensor, scales: Tensor) -> Tensor:
+        """Evaluate at λ and the likelihood's scales."""
+        ratio = scales.squeeze() / self.scales[0] if len(self.scales) == 1 else 1.0
+        outside = (prior_precision / (prior_precision + ratio * self.outside_eigenvalues)).log().sum()
+        prior = prior_precision * self.gram
+        replaced = torch.logdet(ratio * self.outside_in_subspace + prior)
+        measured = torch.logdet(ratio * self.curvature + prior)
+        return 0.5 * (outside + replaced - measured)

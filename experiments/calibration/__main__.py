@@ -2,17 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from experiments.calibration.methods import BY_NAME, METHODS
-from experiments.calibration.problem import Problem
-from experiments.calibration.run import Load, run_set
-from experiments.calibration.sets import TABLE_SETS, Kind
+from experiments.calibration.registry import all_sets
+from experiments.calibration.run import run_set
 from experiments.calibration.table import CalibrationTable
-from experiments.calibration.trained import table_problems
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "calibration.csv"
 
@@ -43,34 +40,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    sets = _sets()
+    sets = all_sets()
     if unknown := [name for name in options.sets if name not in sets]:
         raise SystemExit(f"error: unknown data set '{unknown[0]}'; choose of {', '.join(sets)}.")
     if unknown := [name for name in options.methods if name not in BY_NAME]:
         raise SystemExit(f"error: unknown method '{unknown[0]}'; choose of {', '.join(BY_NAME)}.")
     methods = [method for method in METHODS if not options.methods or method.name in options.methods]
     table = CalibrationTable(options.results)
-    for name, (kind, load) in sets.items():
-        if kind != options.kind or (options.sets and name not in options.sets):
+    for name, each in sets.items():
+        if each.kind != options.kind or (options.sets and name not in options.sets):
             continue
         start = time.monotonic()
-        added = run_set(name, kind, load, range(options.splits), methods, table, options.again, _say)
+        splits = range(min(options.splits, each.most_splits))
+        added = run_set(name, each.kind, each.load, splits, methods, table, options.again, _say)
         _say(f"{name}: {added} lines in {time.monotonic() - start:.0f} s")
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _sets() -> dict[str, tuple[Kind, Load]]:
-    return {name: (each.kind, _tabular(name)) for name, each in TABLE_SETS.items()}
-
-
-def _tabular(name: str) -> Load:
-    def load(splits: Sequence[int]) -> dict[int, list[Problem]]:
-        return {problem.split: [problem] for problem in table_problems(TABLE_SETS[name], splits)}
-
-    return load
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ WEIGHTS = SourceFile(
 )
 NOTE = (
     "A ResNet20 (272,474 parameters) that was trained by others on all training pictures; its weights come from "
-    f"BayesiPy. Curvature is that of {NUM_TRAIN:,} training pictures. λ, σ and temperatures are tuned on one half of the "
+    f"BayesiPy. Curvature is that of {NUM_TRAIN:,} training pictures. λ and temperatures are tuned on one half of the "
     "test set and scored on the other, both ways, and the 10,000 predictions are pooled. Ensembles and dropout would "
     "need further training, and laplace-torch's Jacobians of all weights would take hours."
 )

@@ -17,8 +17,8 @@ from experiments.calibration.training import NetworkRecipe, described_recipe, ke
 NUM_TRAIN, NUM_TEST = 5000, 5000
 RECIPE = NetworkRecipe(epochs=15)
 NOTE = (
-    f"A CNN with two convolutions (20,490 parameters), trained for {RECIPE.epochs} epochs on {NUM_TRAIN:,} pictures drawn "
-    f"from the training set and scored on {NUM_TEST:,} drawn from the test set."
+    f"A CNN with two convolutions (20,490 parameters), trained for {RECIPE.epochs} epochs on {NUM_TRAIN:,} pictures "
+    f"drawn from the training set and scored on {NUM_TEST:,} drawn from the test set."
 )
 
 

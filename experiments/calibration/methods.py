@@ -121,7 +121,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "paper-evidence",
         "the paper's posterior, λ by the evidence",
-        "lowrank-kfac, s = 100, λ by the evidence, nothing outside",
+        "lowrank-kfac, s = 100, λ by the evidence of KFAC, nothing outside",
         False,
         baselines.timed(ours.paper_with_evidence),
     ),

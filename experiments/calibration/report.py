@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experiments.calibration.methods import METHODS, Method
 from experiments.calibration.picture import draw
+from experiments.calibration.registry import all_sets
 from experiments.calibration.sets import TABLE_SETS, Task
 from experiments.calibration.splits import MOST_TEST_INPUTS, MOST_TRAINING_INPUTS
 from experiments.calibration.statistics import (
@@ -47,9 +48,9 @@ def write_report(table: CalibrationTable, folder: Path) -> None:
     """Writes the report and its picture into a folder; lines of methods that have changed since are left out."""
     current = {method.name: method.fingerprint for method in METHODS}
     lines = [line for line in table.lines().values() if current.get(line.method) == line.fingerprint]
-    order = {name: k for k, name in enumerate(TABLE_SETS)}
+    order = {name: k for k, name in enumerate(all_sets())}
     lines.sort(key=lambda line: (order.get(line.dataset, len(order)), line.dataset, line.split))
-    parts = [_introduction()]
+    parts = [_introduction(), _versions(lines)]
     shown = "report" if any(line.kind == "report" for line in lines) else "development"
     tabular = [line for line in lines if line.dataset in TABLE_SETS]
     if tabular:
@@ -67,7 +68,7 @@ def write_report(table: CalibrationTable, folder: Path) -> None:
             parts.append(_single_set(name, [line for line in of_kind if line.dataset == name]))
     parts.append(_methods())
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REPORT).write_text("\n\n".join(parts) + "\n")
+    (folder / REPORT).write_text("\n\n".join(part for part in parts if part) + "\n")
 
 
 _KIND_TEXT = {
@@ -98,6 +99,16 @@ def _introduction() -> str:
 - ± is the standard error over the splits. Ranks are by NLL, with 95 % bootstrap intervals over the data sets.
 - Seconds are processor time of fit and prediction on one thread, without training. For the ensemble and for dropout
   that leaves out most of the cost."""
+
+
+def _versions(lines: Sequence[Line]) -> str:
+    """Tells which code of sublaplace the results are from: a run may have been resumed after a change."""
+    own = [line for line in lines if line.method.startswith(("ours", "paper"))]
+    versions = sorted({line.version for line in own})
+    if len(versions) > 1:
+        counts = [f"{version} ({sum(line.version == version for line in own)} lines)" for version in versions]
+        return f"**The results of sublaplace come from several versions of its code: {', '.join(counts)}.**"
+    return f"The results of sublaplace come from version {versions[0]}." if versions else ""
 
 
 def _task_sections(title: str, task: Task, lines: Sequence[Line]) -> list[str]:
@@ -195,13 +206,9 @@ def _single_set(name: str, lines: Sequence[Line]) -> str:
         cells += [_cell(means[score], 4) for score in ("brier", "accuracy", "auroc")]
         rows.append([_label(method), *cells, f"{seconds:.1f}"])
     headings = ["", "NLL", "ECE", "95 % interval", "ECE if perfect", "Brier", "accuracy", "AUROC", "seconds"]
-    note = SINGLE_SET_NOTES.get(name, "")
+    note = all_sets()[name].note if name in all_sets() else ""
     count = f"{lines[0].num_test:,} test inputs, {len(splits)} split{'s' if len(splits) > 1 else ''}."
     return f"### {name}\n\n{note} {count}\n\n{_markdown(headings, rows)}"
-
-
-SINGLE_SET_NOTES: dict[str, str] = {}
-"""What a reader must know of a set with its own network; filled by the modules of these sets."""
 
 
 def _methods() -> str:

@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from experiments.calibration.code_version import code_version
 from experiments.calibration.methods import Method
 from experiments.calibration.prediction import pooled
 from experiments.calibration.problem import Problem
+from experiments.calibration.registry import Load
 from experiments.calibration.scores import scores_of
 from experiments.calibration.sets import Kind
 from experiments.calibration.table import CalibrationTable, Key, Line
-from sublaplace import __version__
-
-Load = Callable[[Sequence[int]], dict[int, list[Problem]]]
-"""Gives, for each split, the problems whose predictions are pooled: one, or two halves that are tuned on each other."""
 
 
 def run_set(
@@ -63,7 +61,7 @@ def _line(key: Key, kind: Kind, method: Method, problems: Sequence[Problem]) -> 
         split=key.split,
         method=method.name,
         fingerprint=method.fingerprint,
-        version=__version__,
+        version=code_version(),
         scores=scores_of(predicted, targets),
         num_test=len(targets),
         seconds=sum(answer[1] for answer in answers),

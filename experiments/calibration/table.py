@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. `seconds` are processor time of fit and prediction, without training."""
+    """One line of the table. `version` is that of sublaplace, `seconds` are processor time without training."""
 
     dataset: str
     kind: str

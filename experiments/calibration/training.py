@@ -20,12 +20,18 @@ from experiments.calibration.problem import Examples
 
 @dataclass(frozen=True)
 class NetworkRecipe:
-    """How a classifier is trained: AdamW with a cosine from `learning_rate` to 0, step by step."""
+    """How a network is trained: AdamW, a rise to `learning_rate` over the share `warm` of the steps, a cosine to 0."""
 
     epochs: int
     learning_rate: float = 3e-3
     weight_decay: float = 1e-4
     batch_size: int = 64
+    warm: float = 0.0
+
+    def learning_rate_at(self, step: int, num_steps: int) -> float:
+        """Gives the learning rate of step 0 ≤ `step` < `num_steps`."""
+        rise = min(1.0, (step + 1) / (self.warm * num_steps)) if self.warm else 1.0
+        return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 def kept_network(
@@ -63,17 +69,12 @@ def train_classifier(network: nn.Module, examples: Examples, seed: int, recipe: 
         order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(examples)))
         for rows in order.split(recipe.batch_size):
             for group in optimizer.param_groups:
-                group["lr"] = cosine(recipe.learning_rate, step, num_steps)
+                group["lr"] = recipe.learning_rate_at(step, num_steps)
             optimizer.zero_grad()
             F.cross_entropy(network(examples.inputs[rows]), examples.targets[rows]).backward()
             optimizer.step()
             step += 1
     network.eval()
-
-
-def cosine(learning_rate: float, step: int, num_steps: int) -> float:
-    """Gives the learning rate of a step of the schedule."""
-    return learning_rate * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 def _load(path: Path, network: nn.Module, about: str) -> bool:

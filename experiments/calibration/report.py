@@ -7,6 +7,7 @@ from pathlib import Path
 from experiments.calibration.methods import METHODS, Method
 from experiments.calibration.picture import draw
 from experiments.calibration.registry import all_sets
+from experiments.calibration.scores import expected_coverage_error
 from experiments.calibration.sets import TABLE_SETS, Task
 from experiments.calibration.splits import MOST_TEST_INPUTS, MOST_TRAINING_INPUTS
 from experiments.calibration.statistics import (
@@ -37,6 +38,7 @@ _COLUMNS: dict[str, list[tuple[str, str, int]]] = {
     "classification": [
         ("nll", "NLL", 3),
         ("ece", "ECE", 4),
+        ("ece_perfect", "ECE if perfect", 4),
         ("brier", "Brier", 4),
         ("accuracy", "accuracy", 4),
         ("auroc", "AUROC", 3),
@@ -94,8 +96,9 @@ def _introduction() -> str:
   share of test targets inside the 90 % interval (for two outputs, the 90 % ellipse), and "coverage off by" is
   |coverage − 0.9|, averaged over splits and sets. AUROC tells how well the predictive variance finds the tenth of the
   test inputs with the largest absolute errors of the method itself.
-- Classification: ECE has 15 bins of the top-class probability. AUROC tells how well a low top-class probability finds
-  the misclassified inputs.
+- Classification: ECE has 15 bins of the top-class probability. "ECE if perfect" is the mean ECE of a perfectly
+  calibrated predictor with the same confidences: chance alone gives that much. AUROC tells how well a low top-class
+  probability finds the misclassified inputs.
 - ± is the standard error over the splits. Ranks are by NLL, with 95 % bootstrap intervals over the data sets.
 - Seconds are processor time of fit and prediction on one thread, without training. For the ensemble and for dropout
   that leaves out most of the cost."""
@@ -123,6 +126,10 @@ def _task_sections(title: str, task: Task, lines: Sequence[Line]) -> list[str]:
     splits = sorted({len(nll[name, method.name]) for name in names for method in methods})
     count = f"{len(names)} sets, {' to '.join(map(str, splits))} splits each: {', '.join(names)}.{missing}"
     sections = [f"### {title}\n\n{count}\n\n{_mean_table(task, lines, methods, names)}"]
+    if task == "regression":
+        sizes = [next(line.num_test for line in lines if line.dataset == name) for name in names]
+        chance = sum(map(expected_coverage_error, sizes)) / len(sizes)
+        sections.append(f"The coverage of a perfectly calibrated method would be off by {chance:.3f}, by chance alone.")
     sections.append(f"NLL by data set:\n\n{_set_table(lines, methods, 'nll', 3)}")
     error = CALIBRATION_ERROR[task]
     heading = next(heading for score, heading, _ in _COLUMNS[task] if score == error)

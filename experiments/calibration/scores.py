@@ -89,6 +89,14 @@ def ece_of_perfect(confidence: np.ndarray) -> float:
     return float(np.mean([_ece(confidence, correct) for correct in draws]))
 
 
+def expected_coverage_error(num_test: int) -> float:
+    """Gives E|k/n − 0.9| for k of n targets inside perfectly calibrated intervals."""
+    from scipy.stats import binom
+
+    counts = np.arange(num_test + 1)
+    return float((binom.pmf(counts, num_test, LEVEL) * np.abs(counts / num_test - LEVEL)).sum())
+
+
 def _ece(confidence: np.ndarray, correct: np.ndarray) -> float:
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(bins, confidence - correct, BINS)

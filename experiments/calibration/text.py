@@ -29,28 +29,39 @@ LEAST_COUNT = 2  # a rarer word is unknown
 MASKED_SHARE = 0.15
 WIDTH = 64
 RANK = 8
-BASE = NetworkRecipe(epochs=20, learning_rate=1e-3, weight_decay=1e-2, warm=0.1)
+BASE = NetworkRecipe(epochs=8, learning_rate=2e-3, weight_decay=1e-2, warm=0.1)
 ADAPTERS = NetworkRecipe(epochs=10, learning_rate=3e-3, weight_decay=1e-4)
 NOTE = (
     f"{SOURCE}; the class is the sign of the mean rating. The base is a BERT with two layers of width {WIDTH}, trained "
     "from scratch on the texts that are neither test nor validation data. It learns to fill in masked words, and the "
-    "classes of those texts that are not training data of the adapters either. It is then frozen. LoRA adapters of rank "
-    f"{RANK} and a new linear head are trained on {MOST_TRAINING_INPUTS:,} labelled texts, and the posterior is over them "
-    "alone. The ensemble shares the base. Dropout is BERT's own, at rate 0.1. laplace-torch was not run: its "
+    "classes of those texts that are not training data of the adapters either. It is then frozen. LoRA adapters of "
+    f"rank {RANK} and a new linear head are trained on {MOST_TRAINING_INPUTS:,} labelled texts, and the posterior is "
+    "over them alone. The ensemble shares the base. Dropout is BERT's own, at rate 0.1. laplace-torch was not run: its "
     "environment has neither transformers nor peft."
 )
 
 
-class AdaptedBert(nn.Module):
-    """A classifier of token numbers (n, length), whose padding is not attended to."""
+class TextClassifier(nn.Module):
+    """A classifier of token numbers (n, length): a BERT, the mean over the tokens without padding, a linear head."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.body = body
+        self.head = nn.Linear(WIDTH, 2)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Gives what the body makes of each token (n, length, width)."""
+        found: Tensor = self.body(input_ids=tokens, attention_mask=(tokens != PADDING).long()).last_hidden_state
+        return found
+
+    def classes(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Gives the logits (n, 2) from what the body made of the tokens."""
+        present = (tokens != PADDING)[:, :, None].to(hidden.dtype)
+        logits: Tensor = self.head((hidden * present).sum(1) / present.sum(1))
+        return logits
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.inner(input_ids=tokens, attention_mask=(tokens != PADDING).long()).logits
-        return logits
+        return self.classes(self.hidden(tokens), tokens)
 
 
 def text_problems(splits: Sequence[int], folder: Path = CACHE) -> dict[int, list[Problem]]:
@@ -141,7 +152,7 @@ def train_base(network: nn.Module, examples: Examples, seed: int, recipe: Networ
 
     The weights of the embedding serve as outputs for words.
     """
-    model = cast(Any, network)
+    assert isinstance(network, TextClassifier)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)
     num_steps, step = recipe.epochs * -(-len(examples) // recipe.batch_size), 0
@@ -153,15 +164,11 @@ def train_base(network: nn.Module, examples: Examples, seed: int, recipe: Networ
             tokens, classes = examples.inputs[rows], examples.targets[rows]
             tokens = tokens[:, : int((tokens != PADDING).sum(1).max())]
             masked = (torch.rand(tokens.shape, generator=generator) < MASKED_SHARE) & (tokens > START)
-            found = model(
-                input_ids=tokens.masked_fill(masked, MASK),
-                attention_mask=(tokens != PADDING).long(),
-                output_hidden_states=True,
-            )
-            words = found.hidden_states[-1][masked] @ model.bert.embeddings.word_embeddings.weight.T
+            hidden = network.hidden(tokens.masked_fill(masked, MASK))
+            words = hidden[masked] @ cast(Any, network.body).embeddings.word_embeddings.weight.T
             loss = F.cross_entropy(words, tokens[masked], reduction="sum") / max(1, int(masked.sum()))
-            labelled = classes != UNLABELLED
-            loss = loss + F.cross_entropy(found.logits[labelled], classes[labelled], reduction="sum") / len(rows)
+            labelled, logits = classes != UNLABELLED, network.classes(hidden, tokens)
+            loss = loss + F.cross_entropy(logits[labelled], classes[labelled], reduction="sum") / len(rows)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -169,7 +176,7 @@ def train_base(network: nn.Module, examples: Examples, seed: int, recipe: Networ
 
 
 def _classifier(num_tokens: int) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertConfig, BertModel
 
     settings: dict[str, Any] = {
         "vocab_size": num_tokens,
@@ -179,17 +186,15 @@ def _classifier(num_tokens: int) -> nn.Module:
         "intermediate_size": 4 * WIDTH,
         "max_position_embeddings": LENGTH,
         "pad_token_id": PADDING,
-        "num_labels": 2,
         "attn_implementation": "eager",
     }
-    return BertForSequenceClassification(BertConfig(**settings))
+    return TextClassifier(BertModel(BertConfig(**settings), add_pooling_layer=False))
 
 
 def _with_adapters(base: nn.Module) -> nn.Module:
     """Builds a classifier on a copy of the base. Adapters and head are new, and only they require grad."""
     from peft import LoraConfig, get_peft_model
 
-    copied = cast(Any, copy.deepcopy(base))
-    copied.classifier = nn.Linear(WIDTH, 2)
-    adapters = LoraConfig(task_type="SEQ_CLS", r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"])
-    return AdaptedBert(cast(Callable[..., nn.Module], get_peft_model)(copied, adapters))
+    assert isinstance(base, TextClassifier)
+    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"])
+    return TextClassifier(cast(Callable[..., nn.Module], get_peft_model)(copy.deepcopy(base.body), adapters))

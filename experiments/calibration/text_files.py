@@ -1,26 +1,25 @@
 """Labelled texts written by people: the snippets that the package vaderSentiment carries in its source archive."""
 
 import io
-import os
 import re
-import subprocess
-import sys
 import tarfile
-import tempfile
-from pathlib import Path
 
-from experiments import datasets
-from experiments.datasets import SourceFile, content
+from experiments.calibration.packaged import PackagedFile, archive
+from experiments.datasets import SourceFile
 
-PACKAGE = "vaderSentiment==3.3.2"
-ARCHIVE = SourceFile(
-    "text/vaderSentiment-3.3.2.tar.gz",
-    "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-    "https://github.com/cjhutto/vaderSentiment",
+ARCHIVE = PackagedFile(
+    "vaderSentiment==3.3.2",
+    True,
+    SourceFile(
+        "text/vaderSentiment-3.3.2.tar.gz",
+        "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+        "https://github.com/cjhutto/vaderSentiment",
+    ),
 )
 SOURCE = (
     "10,605 snippets of film reviews from rottentomatoes.com (Pang and Lee), each rated by twenty people (Hutto and "
-    f"Gilbert 2014), from the source archive of {PACKAGE} (MIT licence; SHA-256 {ARCHIVE.sha256[:16]}…)"
+    f"Gilbert 2014), from the source archive of {ARCHIVE.requirement} (MIT licence, "
+    f"SHA-256 {ARCHIVE.file.sha256[:16]}…)"
 )
 _INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 
@@ -31,7 +30,10 @@ def rated_snippets(collection: str = "movie") -> tuple[list[str], list[int]]:
     Gives the texts, and 1 for those whose mean rating is above 0. Snippets whose mean rating is exactly 0 are left out.
     The archive is downloaded with pip if it is missing.
     """
-    with tarfile.open(fileobj=io.BytesIO(_archive())) as outer, tarfile.open(fileobj=_member(outer, _INNER)) as inner:
+    with (
+        tarfile.open(fileobj=io.BytesIO(archive(ARCHIVE))) as outer,
+        tarfile.open(fileobj=_member(outer, _INNER)) as inner,
+    ):
         name = f"hutto_ICWSM_2014/{collection}ReviewSnippets_GroundTruth.txt"
         return parsed(_member(inner, name).read().decode("utf-8"))
 
@@ -46,24 +48,6 @@ def parsed(text: str) -> tuple[list[str], list[int]]:
 def words_of(text: str) -> list[str]:
     """Splits a text into words in lower case and single signs."""
     return re.findall(r"[\w']+|[^\w\s]", text.lower())
-
-
-def _archive() -> bytes:
-    """Reads the checked archive: from SUBLAPLACE_DATA, an earlier download, or with pip."""
-    given = Path(os.environ.get("SUBLAPLACE_DATA", "")) / ARCHIVE.path
-    downloaded = datasets.DOWNLOADS / ARCHIVE.path
-    if not given.exists() and not downloaded.exists():
-        _download(downloaded)
-    return content(ARCHIVE)
-
-
-def _download(path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
-        (fetched,) = Path(folder).iterdir()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(fetched.read_bytes())
 
 
 def _member(archive: tarfile.TarFile, name: str) -> io.BytesIO:

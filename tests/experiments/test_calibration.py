@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from experiments import datasets
-from experiments.calibration import sets, statistics
+from experiments.calibration import sets, statistics, text, text_files
 from experiments.calibration.baselines import deep_ensemble, plain, temperature_scaling, timed, validated_noise
+from experiments.calibration.cifar import halves
+from experiments.calibration.cifar_resnet import CifarResNet
 from experiments.calibration.methods import METHODS, Method
 from experiments.calibration.networks import mlp
 from experiments.calibration.prediction import Normal, Predicted, Probabilities, pooled
@@ -357,9 +359,52 @@ def test_the_report_shows_what_was_run(tmp_path: Path) -> None:
                     table.append(write(name, kind, task, split, method.name, method.fingerprint, scores=scores))
     table.append(write("wine", "development", "classification", 0, "plain", "old", scores={"nll": 77.0}))
     write_report(table, tmp_path)
-    text = (tmp_path / "CALIBRATION.md").read_text()
+    written = (tmp_path / "CALIBRATION.md").read_text()
     assert (tmp_path / "figures" / "calibration.svg").stat().st_size > 1000
-    assert text.index("## Report sets") < text.index("## Development sets")
-    assert "| temperature scaling * | 0.205 ± 0.005 |" in text
-    assert "worse in NLL than the plain network by more than two standard errors over the splits: yacht (by" in text
-    assert "77" not in text  # a line of another definition of the method
+    assert written.index("## Report sets") < written.index("## Development sets")
+    assert "| temperature scaling * | 0.205 ± 0.005 |" in written
+    assert "worse in NLL than the plain network by more than two standard errors over the splits: yacht (by" in written
+    assert "77" not in written  # a line of another definition of the method
+
+
+# Pictures and text ----------------------------------------------------------------------------------------------------
+
+
+def test_the_resnet_has_the_published_size() -> None:
+    network = CifarResNet()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 272_474
+    assert network.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert {"layer2.0.downsample.0.weight", "layer3.2.bn2.bias", "fc.weight"} <= set(network.state_dict())
+
+
+def test_each_half_of_the_test_set_is_scored_once() -> None:
+    examples = Examples(torch.arange(10.0)[:, None], torch.arange(10))
+    first, second = halves(examples, examples, CifarResNet())
+    assert torch.equal(first.test.targets, second.validation.targets)
+    assert sorted([*first.test.targets.tolist(), *second.test.targets.tolist()]) == list(range(10))
+
+
+def test_texts_become_tokens() -> None:
+    texts, classes = text_files.parsed("1\t2.5\tGood, GOOD fun!\n2\t0.0\tas it was\n3\t-0.1\tNo fun; can't\n")
+    assert texts == ["Good, GOOD fun!", "No fun; can't"] and classes == [1, 0]
+    words = [text_files.words_of(each) for each in texts]
+    assert words == [["good", ",", "good", "fun", "!"], ["no", "fun", ";", "can't"]]
+    numbers = text.vocabulary(words)
+    assert numbers == {"fun": 4, "good": 5}
+    tokens = text.token_numbers(words, numbers)
+    assert tokens.shape == (2, text.LENGTH)
+    assert tokens[0, :7].tolist() == [text.START, 5, text.UNKNOWN, 5, 4, text.UNKNOWN, text.PADDING]
+
+
+def test_adapters_and_head_learn_and_the_base_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "BASE", text.NetworkRecipe(epochs=1))
+    monkeypatch.setattr(text, "ADAPTERS", text.NetworkRecipe(epochs=1))
+    monkeypatch.setattr(text, "ENSEMBLE_SIZE", 2)
+    texts = ["good fun and more fun", "bad and dull and bad"] * 20
+    problem = text.text_problem("toy", texts, [1, 0] * 20, 0, tmp_path, num_train=10)
+    assert [len(part) for part in (problem.fit, problem.validation, problem.test)] == [9, 1, 20]
+    learned = {name for name, parameter in problem.network.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or name.startswith("head.") for name in learned) and len(learned) == 10
+    others = dict(problem.members[0].named_parameters())
+    same = {name for name, parameter in problem.network.named_parameters() if torch.equal(parameter, others[name])}
+    assert same.isdisjoint({"head.weight"}) and same == set(others) - learned

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
+.PHONY: help venv coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,17 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto
+
+coverage: $(VENV)/.stamp-test  ## run the tests and show which lines of the package they reach
+	$(BIN)/python -m pytest -q -n auto --cov --cov-report=term:skip-covered
+
+# The supported interpreters; one that is not installed is left out. Paths may be given: make test-matrix PYTHONS="…".
+PYTHONS ?= python3.11 python3.12 python3.13
+
+test-matrix:  ## run the tests on every supported Python of this machine
+	for python in $(PYTHONS); do \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+		$(MAKE) test PYTHON=$$python VENV=.venv-$$version || exit 1; done
 
 format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

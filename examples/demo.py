@@ -1,7 +1,8 @@
 """Subspace Laplace approximations on two small problems: one table in the terminal, four pictures on disk.
 
-Handwritten digits (classification) and a curve with a gap in its training data (regression): every projector of the
-library beside the full Laplace approximation, which is feasible here, and the plain network. Takes less than a minute.
+The problems are handwritten digits (classification) and a curve with a gap in its training data (regression). Every
+projector of the library is compared with the full Laplace approximation, which is feasible here, and with the plain
+network. Takes less than a minute.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--table", type=Path, default=OUTPUT / "table.md", help="file of the table, as Markdown")
     arguments = parser.parse_args()
-    # Matrices this small gain nothing from more threads, and with one the numbers do not depend on the machine's cores.
+    # Matrices this small gain nothing from more threads, and with one thread the numbers are the same on every machine.
     torch.set_num_threads(1)
 
     start = time.perf_counter()
@@ -41,10 +42,10 @@ def main() -> None:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The rows as a Markdown table whose source reads well in a terminal, too."""
+    """Return the rows as a Markdown table whose source is also readable in a terminal."""
     cells = [COLUMNS, *map(texts, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = 2  # columns of words, aligned left; those of numbers to the right
+    left = 2  # columns of words, aligned left; columns of numbers are aligned right
     rule = ["-" * width for width in widths[:left]] + ["-" * (width - 1) + ":" for width in widths[left:]]
     lines = []
     for line in [cells[0], rule, *cells[1:]]:
@@ -55,7 +56,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def texts(row: Row) -> list[str]:
-    """The cells of a row, in the order of `COLUMNS`."""
+    """Return the cells of a row, in the order of `COLUMNS`."""
 
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
@@ -75,20 +76,21 @@ def texts(row: Row) -> list[str]:
 
 
 def notes(comparisons: list[Comparison]) -> str:
-    """What a reader of the table needs to know."""
+    """Return what a reader of the table needs to know."""
     lines = [
-        "KL is the divergence of the predictive from that of the full Laplace approximation, trace % the share of its "
-        "predictive variance that the subspace holds; coverage is that of 90 % intervals, seconds those of the fit.",
+        "KL is the divergence of the predictive from the predictive of the full Laplace approximation. Trace % is the "
+        "share of the full predictive variance that the subspace holds. Coverage is the coverage of 90 % intervals. "
+        "Seconds are the time of the fit.",
         "lowrankopt-ggn builds its subspace from the test inputs that it is judged on. No subspace of its dimension "
         "holds a larger trace: it is a yardstick, not a method.",
-        "lowrank-correction is made for a posterior with KFAC outside of the subspace; here it stands without.",
+        "lowrank-correction is made for a posterior with KFAC outside the subspace; here there is nothing outside.",
     ]
     for comparison in comparisons:
         task, full = comparison.task, comparison.posteriors["full"]
         pooling = "mean" if full.noise_std is None else "joint"
         noise = "" if full.noise_std is None else f", σ = {full.noise_std:.3f}"
         lines.append(
-            f"{task.name}: {task.likelihood}, {len(task.train[0])} training and {len(task.test[0])} test inputs, "
+            f"{task.name}: {task.likelihood.name}, {len(task.train[0])} training and {len(task.test[0])} test inputs, "
             f"{full.num_parameters:,} parameters, λ = {full.prior_precision:g}{noise}; "
             f"KL ({pooling}) and trace over {len(task.drawn)} test inputs."
         )

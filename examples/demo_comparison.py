@@ -1,7 +1,7 @@
-"""Every projector beside the full Laplace approximation on one task: scores for a table, and a sweep over s."""
+"""Compare every projector with the full Laplace approximation on one task: scores for a table, and a sweep over s."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from demo_tasks import Task
@@ -9,8 +9,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sublaplace import PROJECTORS, Prediction, SubspaceLaplace, metrics
+from sublaplace.model.likelihoods.links import Covariance
 
-OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the very inputs that it is judged on: Theorem 1
+OPTIMUM = "lowrankopt-ggn"  # "lowrank-ggn" built from the inputs that it is judged on: Theorem 1
 METHODS = [*PROJECTORS, OPTIMUM]
 
 
@@ -41,8 +42,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found for one task; the dictionaries are keyed by method, and predictions are those of the test
-    inputs."""
+    """The results for one task; the dictionaries are keyed by method, and predictions are for the test inputs."""
 
     task: Task
     rows: list[Row]
@@ -54,15 +54,15 @@ class Comparison:
 
 
 def compare(task: Task) -> Comparison:
-    """Fits and scores the full Laplace approximation, the plain network and every one of `METHODS`."""
+    """Fit and score the full Laplace approximation, the plain network and every one of `METHODS`."""
     inputs, targets = task.test
     full, seconds = fitted(task, "full", task.prior_precisions[0])
     full = full.with_prior(best_prior_precision(full, task))
     reference = predictive(full, task.drawn)
     full_trace = full.functional_variance(task.drawn).sum()
     posteriors = {"full": full}
-    predictions = {"map": plain_prediction(task, inputs, full.noise_std), "full": full.predict(inputs)}
-    map_kl = divergence(task, reference, plain_predictive(task, full.noise_std))
+    predictions = {"map": certain(full.predict(inputs)), "full": full.predict(inputs)}
+    map_kl = divergence(task, reference, plain_predictive(full, task.drawn))
     rows = [
         Row(task.name, "map", None, map_kl, 0.0, **scores(predictions["map"], targets)),
         Row(task.name, "full", full.dim, 0.0, 1.0, **scores(predictions["full"], targets), seconds=seconds),
@@ -72,8 +72,8 @@ def compare(task: Task) -> Comparison:
         progress.set_description(f"{task.name}: {method}")
         la, seconds = fitted(task, method, full.prior_precision)
         traces = la.leading_traces(task.drawn)
-        # The last layer is one fixed subspace; all others grow, and one fit serves every dimension.
-        dims = [la.dim] if method == "last-layer" else [s for s in task.dims if s < la.dim] + [la.dim]
+        # A projector with a dimension of its own is one fixed subspace; for all others one fit serves every dimension.
+        dims = [la.dim] if has_own_dim(method) else [s for s in task.dims if s < la.dim] + [la.dim]
         kl = [divergence(task, reference, predictive(la.truncated(s), task.drawn)) for s in dims]
         sweeps[method] = Sweep(dims, kl, [traces[s - 1].log().item() for s in dims])
         posteriors[method], predictions[method] = la, la.predict(inputs)
@@ -84,16 +84,21 @@ def compare(task: Task) -> Comparison:
     return Comparison(task, rows, sweeps, map_kl, full_trace.log().item(), posteriors, predictions)
 
 
+def has_own_dim(method: str) -> bool:
+    """Tell whether the method decides its dimension itself."""
+    return method == "full" or (method in PROJECTORS and PROJECTORS[method].own_dim)
+
+
 def fitted(
     task: Task, method: str, prior_precision: float, subspace_inputs: Tensor | None = None
 ) -> tuple[SubspaceLaplace, float]:
-    """The fitted posterior, and the seconds that the fit took."""
+    """Return the fitted posterior, and the seconds that the fit took."""
     la = SubspaceLaplace.paper(
         task.model,
         task.likelihood,
+        None if has_own_dim(method) else task.dims[-1],
+        prior_precision,
         projector="lowrank-ggn" if method == OPTIMUM else method,
-        dim=task.dims[-1],
-        prior_precision=prior_precision,
         subspace_inputs=task.drawn if method == OPTIMUM else subspace_inputs,
     )
     start = time.perf_counter()
@@ -102,7 +107,7 @@ def fitted(
 
 
 def best_prior_precision(full: SubspaceLaplace, task: Task) -> float:
-    """The candidate under which the full posterior predicts the validation data best."""
+    """Return the candidate under which the full posterior predicts the validation data best."""
     if len(task.prior_precisions) == 1:
         return task.prior_precisions[0]
     inputs, targets = task.validation
@@ -111,8 +116,8 @@ def best_prior_precision(full: SubspaceLaplace, task: Task) -> float:
 
 
 def scores(prediction: Prediction, targets: Tensor) -> dict[str, float]:
-    """The scores that exist for this kind of prediction."""
-    if prediction.probabilities is not None:
+    """Return the scores that exist for this kind of prediction."""
+    if prediction.has_probabilities:
         probabilities = prediction.probabilities
         return {
             "nll": metrics.nll(probabilities, targets),
@@ -126,29 +131,25 @@ def scores(prediction: Prediction, targets: Tensor) -> dict[str, float]:
 
 
 def divergence(task: Task, p: Tensor, q: Tensor) -> float:
-    """KL(p ‖ q) of two predictives: the mean over inputs for classification, joint over inputs for regression."""
-    return metrics.kl_categorical(p, q) if task.likelihood == "classification" else metrics.kl_gaussian(p, q)
+    """Return KL(p ‖ q) of two predictives: the mean over inputs for classification, joint for regression."""
+    return metrics.kl_gaussian(p, q) if task.likelihood.has_noise else metrics.kl_categorical(p, q)
 
 
 def predictive(la: SubspaceLaplace, inputs: Tensor) -> Tensor:
-    """What `divergence` compares: probabilities (n, C), or the joint covariance of n targets, with noise."""
+    """Return what `divergence` compares: probabilities (n, C), or the joint covariance of n targets, with noise."""
     if la.noise_std is None:
         return la.predict(inputs).probabilities
     covariance = la.functional_covariance(inputs, joint=True)
     return covariance + la.noise_std**2 * torch.eye(len(covariance)).to(covariance)
 
 
-def plain_predictive(task: Task, noise_std: float | None) -> Tensor:
-    """What `divergence` compares, for the network without model uncertainty."""
-    prediction = plain_prediction(task, task.drawn, noise_std)
-    return prediction.probabilities if noise_std is None else torch.block_diag(*prediction.total)
+def plain_predictive(la: SubspaceLaplace, inputs: Tensor) -> Tensor:
+    """Return what `divergence` compares, for the network without model uncertainty."""
+    prediction = certain(la.predict(inputs))
+    return prediction.probabilities if prediction.has_probabilities else torch.block_diag(*prediction.total)
 
 
-def plain_prediction(task: Task, inputs: Tensor, noise_std: float | None) -> Prediction:
-    """What the network predicts without model uncertainty."""
-    with torch.no_grad():
-        outputs = task.model(inputs)
-    certain = torch.zeros(*outputs.shape, outputs.shape[1]).to(outputs)
-    if noise_std is None:
-        return Prediction(outputs, certain, probabilities=outputs.softmax(1))
-    return Prediction(outputs, certain, total=certain + noise_std**2 * torch.eye(outputs.shape[1]).to(outputs))
+def certain(prediction: Prediction) -> Prediction:
+    """Return the prediction of the same network without model uncertainty."""
+    zero = torch.zeros_like(prediction.variance)
+    return replace(prediction, uncertainty=Covariance(zero, lambda: torch.diag_embed(zero)))

@@ -42,7 +42,7 @@ PAGE = {
 
 @rc_context(PAGE)
 def draw_bands(comparison: Comparison, path: Path, small: int = 5, large: int = 20) -> None:
-    """Mean ± 2 standard deviations of lowrank-kfac over a one-dimensional input, with the full posterior over it."""
+    """Draw mean ± 2 standard deviations of lowrank-kfac over a one-dimensional input, beneath the full posterior."""
     grid = torch.linspace(-3.5, 3.5, 351, dtype=torch.float64)[:, None]
     full, from_training = (comparison.posteriors[name] for name in ("full", "lowrank-kfac"))
     whole_range, _ = fitted(comparison.task, "lowrank-kfac", full.prior_precision, subspace_inputs=grid)
@@ -63,7 +63,7 @@ def draw_bands(comparison: Comparison, path: Path, small: int = 5, large: int = 
 
 
 def draw_band(ax: Axes, la: SubspaceLaplace, full: SubspaceLaplace, grid: torch.Tensor) -> None:
-    """The bands of one posterior, with noise and without, and the outline of the full one."""
+    """Draw the bands of one posterior, with noise and without, and the outline of the full posterior."""
     prediction = la.predict(grid)
     x, mean = grid[:, 0], prediction.mean[:, 0]
     for covariance, color, label in (
@@ -80,7 +80,7 @@ def draw_band(ax: Axes, la: SubspaceLaplace, full: SubspaceLaplace, grid: torch.
 
 @rc_context(PAGE)
 def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
-    """Bounds of the full posterior over a one-dimensional input; the captured share and the divergence against s."""
+    """Draw bounds of the full posterior over a one-dimensional input, and captured share and divergence against s."""
     task, full = comparison.task, comparison.posteriors["full"]
     largest = comparison.posteriors["lowrank-kfac"].dim
     la = SubspaceLaplace(
@@ -89,7 +89,7 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
         dim=largest,
         complement=Complement("kfac", weight=1.0),
         prior_precision=full.prior_precision,
-    ).fit(task.loader)
+    ).fit(task.loader, certify=True)
     figure = Figure(figsize=(12.5, 4.8))
     bands, shares, divergences = figure.subplots(1, 3)
     grid = torch.linspace(-3.5, 3.5, 351, dtype=torch.float64)[:, None]
@@ -123,7 +123,7 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
         kl = [divergence(task, reference, predictive(posterior.truncated(s), task.drawn)) for s in chosen]
         divergences.plot(chosen, kl, marker="o", markersize=4, **style)
     kfac_kl = divergence(task, reference, predictive(kfac, task.drawn))
-    divergences.axhline(kfac_kl, color=GREEN, linestyle="--", label="KFAC Laplace (s = 0)")
+    divergences.axhline(kfac_kl, color=GREEN, linestyle="--", label="KFAC Laplace, no subspace")
     divergences.axhline(comparison.map_kl, color=GREY, linewidth=1, label="map (no uncertainty)")
     divergences.set(title="KL divergence from the full posterior", xlabel="dimension s", xscale="log", yscale="log")
     for ax in (shares, divergences):
@@ -135,7 +135,7 @@ def draw_certificate(comparison: Comparison, path: Path, dim: int = 15) -> None:
 
 @rc_context(PAGE)
 def draw_sweeps(comparisons: Sequence[Comparison], path: Path) -> None:
-    """KL divergence from the full posterior, and log-trace, against the dimension of the subspace."""
+    """Draw the KL divergence from the full posterior, and the log-trace, against the dimension of the subspace."""
     figure = Figure(figsize=(12, 4.1 * len(comparisons)))
     axes = figure.subplots(len(comparisons), 2, squeeze=False)
     for (left, right), comparison in zip(axes, comparisons, strict=True):
@@ -158,7 +158,7 @@ def draw_sweeps(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def limit_trace_axis(ax: Axes, comparison: Comparison, depth: float = 9) -> None:
-    """Shows what is within e^depth of the full posterior's trace, and names the methods that lie below."""
+    """Show what is within e^depth of the full posterior's trace, and name the methods that lie below."""
     bottom = comparison.full_log_trace - depth
     ax.set_ylim(bottom, comparison.full_log_trace + 0.06 * depth)
     ends = {method: sweep.log_trace[-1] for method, sweep in comparison.sweeps.items() if sweep.log_trace[-1] < bottom}
@@ -169,7 +169,7 @@ def limit_trace_axis(ax: Axes, comparison: Comparison, depth: float = 9) -> None
 
 @rc_context(PAGE)
 def draw_reliability(comparison: Comparison, path: Path, bins: int = 10) -> None:
-    """Accuracy against confidence of the top class, above the number of predictions in each bin."""
+    """Draw accuracy against confidence of the top class, above the number of predictions in each bin."""
     panels = {
         "map": "plain network",
         "lowrank-kfac": f"lowrank-kfac, s = {comparison.posteriors['lowrank-kfac'].dim}",

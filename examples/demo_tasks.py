@@ -1,4 +1,4 @@
-"""The two problems of the demonstration: data, a trained network, and the prior precisions worth trying."""
+"""The two problems of the demonstration: data, a trained network, and candidates for the prior precision."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from sublaplace import Categorical, Gaussian, Likelihood
 
 BATCH_SIZE = 100
 NOISE_STD = 0.15  # of the generated regression targets
@@ -19,27 +21,28 @@ class Task:
     """A trained network with everything that a comparison of Laplace approximations needs."""
 
     name: str
-    likelihood: str
+    likelihood: Likelihood
     model: nn.Module
     train: Data
     validation: Data
     test: Data
     num_drawn: int  # the KL divergence and the trace are taken on this many test inputs
     prior_precisions: tuple[float, ...]  # candidates for λ; validation decides where there are several
-    dims: tuple[int, ...]  # the values of s in the sweep; the last one is that of the table
+    dims: tuple[int, ...]  # the values of s in the sweep; the table shows the last one
 
     @property
     def loader(self) -> list[Data]:
-        """The training data in batches: a list is the simplest loader that can be run through twice."""
+        """The training data in batches; a list is the simplest loader that can be read twice."""
         return list(zip(*(part.split(BATCH_SIZE) for part in self.train), strict=True))
 
     @property
     def drawn(self) -> Tensor:
+        """The test inputs for the KL divergence and the trace."""
         return self.test[0][: self.num_drawn]
 
 
 def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Task:
-    """Handwritten digits of 8 × 8 pixels, and few of them, for a network that is trained until it is overconfident."""
+    """Return a few handwritten digits of 8 × 8 pixels, and a network trained until it is overconfident."""
     pixels, labels = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels) / 16, torch.tensor(labels)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -49,7 +52,7 @@ def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Tas
     model = trained(mlp(64, width, 10, nn.ReLU), train, nn.functional.cross_entropy, epochs, weight_decay=0.0)
     return Task(
         name="digits",
-        likelihood="classification",
+        likelihood=Categorical(),
         model=model,
         train=train,
         validation=validation,
@@ -61,19 +64,23 @@ def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Tas
 
 
 def gap_task(num_train: int = 150, width: int = 50, epochs: int = 750) -> Task:
-    """A curve of one input, with training data on both sides of a gap and test data everywhere."""
+    """Return a curve of one input, with training data on both sides of a gap and test data everywhere."""
     generator = torch.Generator().manual_seed(0)
     train, validation, test = (
         curve(count, gap, generator) for count, gap in [(num_train, True), (50, True), (200, False)]
     )
-    # The network is the maximum of the posterior under the prior of λ = 1: then the Laplace approximation has no
-    # parameter left to choose. The loss is the mean squared error, 2σ²/N times the negative log-likelihood.
+    # The network maximises the posterior under the prior of λ = 1, so the Laplace approximation has no parameter left
+    # to choose. The loss is the mean squared error, 2σ²/N times the negative log-likelihood.
     prior_precision = 1.0
     weight_decay = prior_precision * 2 * NOISE_STD**2 / num_train
     model = trained(mlp(1, width, 1, nn.Tanh), train, nn.functional.mse_loss, epochs, weight_decay)
+    # As in the paper, σ is the standard deviation of the residuals about their mean. Gaussian() would estimate their
+    # root mean square.
+    with torch.no_grad():
+        noise_std = float((train[1] - model(train[0])).std(correction=0))
     return Task(
         name="gap",
-        likelihood="regression",
+        likelihood=Gaussian(noise_std),
         model=model,
         train=train,
         validation=validation,
@@ -85,7 +92,7 @@ def gap_task(num_train: int = 150, width: int = 50, epochs: int = 750) -> Task:
 
 
 def curve(count: int, gap: bool, generator: torch.Generator) -> Data:
-    """Noisy values of sin 2x + 0.3x for x in [−3, 3], without the middle third if there is a gap."""
+    """Return noisy values of sin 2x + 0.3x for x in [−3, 3], without the middle third if there is a gap."""
     position = torch.rand(count, 1, generator=generator, dtype=torch.float64)
     inputs = 4 * position - 2 if gap else 6 * position - 3
     if gap:
@@ -95,7 +102,7 @@ def curve(count: int, gap: bool, generator: torch.Generator) -> Data:
 
 
 def mlp(inputs: int, width: int, outputs: int, activation: type[nn.Module]) -> nn.Module:
-    """Two hidden layers, in float64: the comparison with the full posterior should show the method, not rounding."""
+    """Return a network with two hidden layers, in float64: comparisons should show the method, not rounding."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(inputs, width), activation(), nn.Linear(width, width), activation(), nn.Linear(width, outputs)
@@ -105,7 +112,7 @@ def mlp(inputs: int, width: int, outputs: int, activation: type[nn.Module]) -> n
 def trained(
     model: nn.Module, data: Data, loss: Callable[[Tensor, Tensor], Tensor], epochs: int, weight_decay: float
 ) -> nn.Module:
-    """The model after Adam with a learning rate that falls linearly to zero."""
+    """Train the model by Adam with a learning rate that falls linearly to zero."""
     inputs, targets = data
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=epochs)

@@ -1,9 +1,9 @@
 """A Hugging Face transformer with LoRA adapters, from training to calibrated probabilities.
 
 A tiny BERT made from a configuration (nothing is downloaded) learns the topic of short sentences that this script makes
-up: first all of its weights on five topics, then LoRA adapters and a new head on three of them, from few sentences. The
-Laplace approximation takes the parameters with requires_grad=True, so the adapters and the head alone. Prints one
-table. Takes about a minute.
+up. First it learns five topics with all of its weights, then three of them with LoRA adapters and a new head, from few
+sentences. The Laplace approximation takes the parameters with requires_grad=True: here the adapters and the head.
+Prints one table. Takes about a minute.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def sentences(topics: list[str], count: int, generator: np.random.Generator) -> Batch:
-    """Tokens, attention mask and topics of sentences; every third word is of the topic, every eighth of another one."""
+    """Return tokens, attention mask and topics; a third of the words is of the topic, an eighth of any topic."""
     ids, masks, labels = [], [], []
     for _ in range(count):
         label = int(generator.integers(len(topics)))
@@ -63,12 +63,13 @@ def sentences(topics: list[str], count: int, generator: np.random.Generator) -> 
 
 
 def batches(data: Batch, size: int = 32) -> list[Batch]:
-    """A loader: a list of dict batches, as a data collator makes them."""
+    """Return a loader: a list of dict batches, as a data collator makes them."""
     count = len(data["topic"])
     return [{key: value[i : i + size] for key, value in data.items()} for i in range(0, count, size)]
 
 
 def bert(num_labels: int) -> BertForSequenceClassification:
+    """Return a tiny BERT with random weights."""
     config = BertConfig(
         vocab_size=len(WORDS),
         hidden_size=32,
@@ -82,7 +83,7 @@ def bert(num_labels: int) -> BertForSequenceClassification:
 
 
 def train(model: nn.Module, data: Batch, epochs: int, learning_rate: float) -> None:
-    """Adam over the parameters that require grad."""
+    """Train the parameters that require grad, by Adam."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, learning_rate)
     model.train()
@@ -95,11 +96,12 @@ def train(model: nn.Module, data: Batch, epochs: int, learning_rate: float) -> N
 
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the model's outputs (n, C)."""
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
 def adapted(seed: int, num_base: int, num_train: int, epochs: int) -> tuple[nn.Module, Batch]:
-    """A pre-trained model with trained adapters, and what they were trained on."""
+    """Return a pre-trained model with trained adapters, and the adapters' training data."""
     generator = np.random.default_rng(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -114,13 +116,14 @@ def adapted(seed: int, num_base: int, num_train: int, epochs: int) -> tuple[nn.M
 
 
 def num_parameters(model: nn.Module) -> int:
+    """Return how many parameters there are, frozen ones included."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def compared(
     seed: int, num_base: int = 1000, num_train: int = 100, num_test: int = 1000, epochs: int = 60
 ) -> dict[str, dict[str, float]]:
-    """The scores of the plain model and of its Laplace approximation on new sentences."""
+    """Return the scores of the plain model and of its Laplace approximation on new sentences."""
     model, data = adapted(seed, num_base, num_train, epochs)
     la = SubspaceLaplace.paper(model, "classification", dim=100, prior_precision="evidence", labels_key="topic")
     la.fit(batches(data))
@@ -132,6 +135,7 @@ def compared(
 
 
 def scores(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return accuracy and calibration of probabilities (n, C)."""
     return {
         "accuracy": (probabilities.argmax(1) == labels).double().mean().item(),
         "NLL": metrics.nll(probabilities, labels),
@@ -141,7 +145,7 @@ def scores(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def table(runs: list[dict[str, dict[str, float]]]) -> str:
-    """Means and standard deviations over the runs, as Markdown."""
+    """Return means and standard deviations over the runs, as Markdown."""
     names = list(runs[0]["plain network"])
     lines = [f"| method | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     for method in runs[0]:

@@ -1,8 +1,8 @@
-"""Unfamiliar inputs found by their uncertainty: a network for FashionMNIST is shown the digits of MNIST.
+"""Out-of-distribution inputs found by their uncertainty: a network for FashionMNIST is shown the digits of MNIST.
 
 Trains a small CNN on clothes, fits subspace Laplace approximations, and tells clothes from digits by the uncertainty
-alone: a table of AUROCs, and a picture of the scores in docs/images. Takes a few minutes on one core. The data come
-from the folder that SUBLAPLACE_DATA names, or are downloaded.
+alone. Prints a table of AUROCs, and writes a picture of the scores to docs/images. Takes a few minutes on one core.
+The data come from the folder that SUBLAPLACE_DATA names, or are downloaded.
 """
 
 import argparse
@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from experiments.datasets import image_tensor, images
-from sublaplace import Complement, Prediction, SubspaceLaplace, metrics
+from sublaplace import Complement, SubspaceLaplace, metrics
 from sublaplace.ood import epistemic_variance, predictive_entropy
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "out_of_distribution.png"
 # Colours of Okabe and Ito, which readers with every kind of colour vision can tell apart.
 BLUE, RED = "#0072B2", "#D55E00"
 PLAIN = "plain network, entropy"
-# Everything that is compared: None or "kfac" outside of the subspace.
-POSTERIORS = {"subspace": None, "subspace + KFAC outside": "kfac"}
+# What is outside the subspace of each posterior.
+POSTERIORS = {"subspace": None, "subspace + KFAC outside": Complement("kfac", weight=1.0)}
 
 Scores = dict[str, tuple[Tensor, Tensor]]  # of familiar and of unfamiliar inputs
 
@@ -55,13 +55,13 @@ def main() -> None:
 
 
 def first_images(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
-    """The first images (n, 1, 28, 28), scaled to [−1, 1], and their labels (n,)."""
+    """Return the first images (n, 1, 28, 28), scaled to [−1, 1], and their labels (n,)."""
     pixels, labels = images(name, split)
     return image_tensor(pixels[:count]), torch.tensor(labels[:count]).long()
 
 
 def trained_network(data: TensorDataset, seed: int, epochs: int = 8) -> nn.Module:
-    """A CNN with 9,402 parameters, trained with Adam."""
+    """Return a CNN with 9,402 parameters, trained with Adam."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = nn.Sequential(
@@ -86,7 +86,7 @@ def trained_network(data: TensorDataset, seed: int, epochs: int = 8) -> nn.Modul
 def all_scores(
     network: nn.Module, train: TensorDataset, familiar: Tensor, unfamiliar: Tensor, dim: int = 100
 ) -> Scores:
-    """Every score of both sets of inputs; the higher, the less familiar."""
+    """Return every score of both sets of inputs; the higher, the less familiar."""
     with torch.no_grad():
         result = {PLAIN: tuple(plain_entropy(network(inputs)) for inputs in (familiar, unfamiliar))}
     for name, complement in POSTERIORS.items():
@@ -94,7 +94,7 @@ def all_scores(
             network,
             "classification",
             dim=dim,
-            complement=Complement(complement, weight=1.0),
+            complement=complement,
             prior_precision="evidence",
         )
         la.fit(DataLoader(train, batch_size=500))
@@ -105,20 +105,19 @@ def all_scores(
 
 
 def plain_entropy(outputs: Tensor) -> Tensor:
-    """The entropy of the softmax, without any uncertainty of the model."""
-    certain = outputs.new_zeros(*outputs.shape, outputs.shape[1])
-    return predictive_entropy(Prediction(outputs, certain, probabilities=outputs.softmax(1)))
+    """Return the entropy of the softmax, without any uncertainty of the model."""
+    return torch.special.entr(outputs.double().softmax(1)).sum(1)
 
 
 def table(aurocs: dict[str, list[float]]) -> str:
-    """Means and standard deviations over the networks, as Markdown."""
+    """Return means and standard deviations over the networks, as Markdown."""
     lines = ["| score | AUROC |", "| --- | ---: |"]
     lines += [f"| {name} | {np.mean(values):.3f} ± {np.std(values):.3f} |" for name, values in aurocs.items()]
     return "\n".join(lines)
 
 
 def draw(scores: Scores, path: Path) -> None:
-    """Histograms of some of the scores."""
+    """Draw histograms of some of the scores."""
     chosen = {
         PLAIN: "entropy / nats",
         "subspace, entropy": "entropy / nats",

@@ -1,7 +1,7 @@
 """A fit on several processes: ``torchrun --nproc-per-node 2 examples/several_processes.py``.
 
-Every process is given the same loader and reads its share of the batches; all of them end with the same posterior. On
-GPUs: the same script, with one process for each of them. Without torchrun it runs on one process.
+Every process is given the same loader and reads its share of the batches; all of them end with the same posterior. The
+same script runs on GPUs, with one process per GPU. Without torchrun it runs in one process.
 """
 
 import os
@@ -16,7 +16,7 @@ from sublaplace import SubspaceLaplace
 
 
 def trained_network(inputs: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """A small classifier; the same on all processes, since they share the seed."""
+    """Return a small classifier, which is the same on all processes because they share the seed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
     optimizer = torch.optim.Adam(model.parameters(), 0.01, weight_decay=1e-3)

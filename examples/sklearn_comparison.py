@@ -1,8 +1,8 @@
-"""scikit-learn's diabetes and digits: the subspace Laplace estimators beside Gaussian processes and the plain network.
+"""The subspace Laplace estimators, Gaussian processes and the plain network on scikit-learn's diabetes and digits.
 
 Prints one table, and writes it to docs/sklearn_comparison.md. Every number is the mean over several random splits, with
-its standard deviation: 331 training data each time for diabetes; 500 for digits, as the time of a Gaussian process
-grows with their cube. Takes a few minutes.
+its standard deviation. A split has 331 training data for diabetes. For digits it has 500, because the time of a
+Gaussian process grows with their cube. Takes a few minutes.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from sublaplace import metrics
-from sublaplace.sklearn.estimators import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor
+from sublaplace import Complement, metrics
+from sublaplace.sklearn import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "sklearn_comparison.md"
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def comparison(seeds: int, max_iter: int = 200, num_train: int | None = None) -> dict[tuple[str, str], list[Scores]]:
-    """The scores of every split, for each data set and method."""
+    """Return the scores of every split, for each data set and method."""
     result: dict[tuple[str, str], list[Scores]] = {}
     for data, load, methods in (("diabetes", load_diabetes, diabetes_scores), ("digits", load_digits, digits_scores)):
         inputs, targets = load(return_X_y=True)
@@ -79,7 +79,7 @@ def comparison(seeds: int, max_iter: int = 200, num_train: int | None = None) ->
 
 
 def diabetes_scores(split: Split, seed: int, max_iter: int) -> Iterator[tuple[str, Scores]]:
-    """NLL of the (Gaussian) predictive in units of the target, and how often its 90 % interval holds the target."""
+    """Yield each method's NLL in units of the target, error, and coverage of the 90 % interval."""
 
     def scores(predict: Callable[[Array], tuple[Array, Array]], seconds: float) -> Scores:
         mean, std = (torch.tensor(part)[:, None] for part in predict(split.test_inputs))
@@ -111,7 +111,7 @@ def diabetes_scores(split: Split, seed: int, max_iter: int) -> Iterator[tuple[st
 
 
 def digits_scores(split: Split, seed: int, max_iter: int) -> Iterator[tuple[str, Scores]]:
-    """NLL, the share of wrong labels and the expected calibration error."""
+    """Yield each method's NLL, share of wrong labels and expected calibration error."""
     labels = torch.tensor(split.test_targets)
 
     def scores(probabilities: Array, seconds: float) -> Scores:
@@ -136,20 +136,21 @@ def digits_scores(split: Split, seed: int, max_iter: int) -> Iterator[tuple[str,
         yield name, scores(laplace.predict_proba(split.test_inputs), seconds)
 
 
-POSTERIORS = {"subspace Laplace": None, "subspace Laplace + KFAC outside": "kfac"}
+POSTERIORS = {"subspace Laplace": None, "subspace Laplace + KFAC outside": Complement("kfac", weight=1.0)}
 
 
 def fit_seconds(estimator: BaseEstimator, split: Split) -> float:
+    """Fit the estimator, and return the seconds that it took."""
     start = time.perf_counter()
     with warnings.catch_warnings():
-        # Kernels of diabetes' noisy data touch the bounds of their parameters, which is no fault.
+        # Kernels for the noisy diabetes data reach the bounds of their parameters, as they should.
         warnings.simplefilter("ignore", ConvergenceWarning)
         estimator.fit(split.train_inputs, split.train_targets)
     return time.perf_counter() - start
 
 
 def markdown(comparison: dict[tuple[str, str], list[Scores]]) -> str:
-    """The means over the splits, with standard deviations."""
+    """Return the means over the splits, with standard deviations, as a Markdown table."""
     lines = [
         "| data | method | NLL | error | calibration | fit, seconds |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -174,6 +175,7 @@ DIGITS = {
 
 
 def spread(values: list[float], digits: int) -> str:
+    """Return mean ± standard deviation as text."""
     return f"{np.mean(values):.{digits}f} ± {np.std(values):.{digits}f}"
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from sublaplace import PROJECTORS
+
 
 @dataclass(frozen=True)
 class TrainingRecipe:
@@ -80,7 +82,8 @@ class Recipe:
         """The subspace dimensions s, ascending: a grid of ten, those compared, and what this data set adds."""
         grid = {int(s) for s in np.linspace(10, self.largest_dim, 10)} | set(self.small_dims)
         grid |= {s for s in COMPARED_DIMS if s < self.largest_dim}
-        return sorted(grid | set(self.large_subset_dims) if projector.startswith("subset") else grid)
+        chooses_parameters = projector in PROJECTORS and not PROJECTORS[projector].stores_matrix
+        return sorted(grid | set(self.large_subset_dims) if chooses_parameters else grid)
 
     @property
     def compared_dims(self) -> list[int]:

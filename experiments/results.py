@@ -113,7 +113,7 @@ class Results:
                 )
             whole = content.rfind(b"\n") + 1
             if whole < len(content):
-                file.truncated(whole)
+                file.truncate(whole)
 
     def _apply_journal(self) -> None:
         length, text = self._journal.read_text().split("\n", 1)

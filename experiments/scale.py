@@ -1,6 +1,6 @@
-"""What large fits cost: seconds and peak memory of ResNet18, ResNet9 and of many subspace inputs, each in a process.
+"""Seconds and peak memory of large fits: ResNet18, ResNet9 and many subspace inputs, each in a process of its own.
 
-Weights are random, so that no direction of the output Hessians is negligible: the worst case.
+Weights are random, which is the worst case: no direction of the output Hessians is negligible.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments import colour_images, datasets
 from experiments.datasets import Dataset
-from experiments.methods import NEEDS_EXACT
+from experiments.methods import FEASIBLE
 from experiments.networks import ReusedConvolutionCNN
 from experiments.resnets import ResNet18, freeze_norms, resnet9
 from sublaplace import PROJECTORS, Complement, Drawn, ProjectorContext, SubspaceLaplace
@@ -58,8 +59,8 @@ class Case:
     num_subspace_inputs: int  # n
     num_data: int  # N
     prior_precision: float
-    num_predictions: int = 20  # 0: P alone is built, without the posterior in it
-    complement: str | None = None
+    num_predictions: int = 20  # 0: only P is built, not the posterior
+    complement: Literal["kfac", "diagonal"] | None = None
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ CASES = {
     case.name: case
     for case in (
         _resnet18("lowrank-kfac", num_predictions=20),
-        *(_resnet18(name, num_predictions=0) for name in PROJECTORS if name not in (*NEEDS_EXACT, "lowrank-kfac")),
+        *(_resnet18(name, num_predictions=0) for name in FEASIBLE if name != "lowrank-kfac"),
         Case("resnet9", "lowrank-kfac", 1000, 100, 1000, 68.07, num_predictions=100),
         Case("resnet9", "lowrank-kfac", 100, 100, 1000, 68.07, num_predictions=100),
         Case("cnn", "lowrank-kfac", 100, 100, 20000, 32.69, num_predictions=500),
@@ -93,16 +94,18 @@ def _problem(case: Case) -> tuple[nn.Module, Dataset]:
 
 
 def measure(case: Case) -> dict[str, object]:
-    """Fits and predicts in this process, with all that it holds (network, data, libraries) in the peak memory."""
+    """Fit and predict in this process; its peak memory includes the network, the data and the libraries."""
     network, dataset = _problem(case)
     inputs, targets = dataset.train_inputs[: case.num_data], dataset.train_targets[: case.num_data]
     test = dataset.test_inputs[: case.num_predictions].clone()
     base = _peak_mb()
     built: dict[str, float] = {}
 
-    def projector(context: ProjectorContext) -> Projection:
+    projector = PROJECTORS[case.projector]
+
+    def timed(context: ProjectorContext) -> Projection:
         start = time.perf_counter()
-        projection = PROJECTORS[case.projector](context)
+        projection = projector(context)
         built.update(projector_seconds=time.perf_counter() - start, dim=projection.dim)
         if not case.num_predictions:
             raise _ProjectionBuiltError
@@ -111,11 +114,11 @@ def measure(case: Case) -> dict[str, object]:
     la = SubspaceLaplace(
         network.eval(),
         "classification",
-        projector=projector,
-        dim=case.dim,
-        complement=Complement(case.complement, weight=1.0),
+        None if projector.own_dim else case.dim,
+        projector=replace(projector, build=timed),
+        complement=None if case.complement is None else Complement(case.complement, weight=1.0),
         prior_precision=case.prior_precision,
-        subspace_inputs=Drawn(case.num_subspace_inputs),
+        subspace_inputs=Drawn(case.num_subspace_inputs) if projector.needs_inputs else None,
     )
     row = dataclasses.asdict(case) | {"parameters": la.num_parameters, "base_mb": base}
     start = time.perf_counter()
@@ -134,7 +137,7 @@ def measure(case: Case) -> dict[str, object]:
 
 
 class _ProjectionBuiltError(Exception):
-    """Ends a fit when P is there."""
+    """Raised to end a fit once P is built."""
 
 
 def _peak_mb() -> float:
@@ -142,7 +145,7 @@ def _peak_mb() -> float:
 
 
 def run(names: list[str], threads: int, results: Path = RESULTS) -> None:
-    """Measures the named cases (all if none is named), each in a fresh process, and writes them down."""
+    """Measure the named cases (all if none is named), each in a fresh process, and write them to a file."""
     for name in names or list(CASES):
         if name not in CASES:
             raise SystemExit(f"error: unknown case '{name}'; choose of {', '.join(CASES)}.")
@@ -158,7 +161,7 @@ def run(names: list[str], threads: int, results: Path = RESULTS) -> None:
 
 
 def _write(row: dict[str, object], results: Path) -> None:
-    """One row a case: a new measurement takes the place of the old one."""
+    """Write one row per case; a new measurement replaces the old one."""
     key = ("network", "projector", "dim", "num_subspace_inputs", "complement")
     rows = list(csv.DictReader(results.open())) if results.exists() else []
     written = {name: "" if (value := row.get(name)) is None else str(value) for name in COLUMNS}

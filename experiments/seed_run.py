@@ -112,7 +112,8 @@ class SeedRun:
         return self.problem.noise_std is None and (not self.recipe.large or self.unscored is not None)
 
     def _job(self, dataset: str, name: str) -> Job:
-        inputs = "test" if name == OPTIMUM else "train" if name.startswith("lowrank") else ""
+        from_inputs = name in PROJECTORS and PROJECTORS[name].needs_inputs
+        inputs = "test" if name == OPTIMUM else "train" if from_inputs else ""
         return Job(dataset, self.problem.seed, name, inputs)
 
     def _complemented_job(self, method: Complemented) -> Job:
@@ -183,7 +184,7 @@ class SeedRun:
         cost = self._fits.curvature(KFAC)[1]  # that outside; or that which P is built from, so that it counts once
         if needed := NEEDED_CURVATURE.get(method.projector):
             cost = self._fits.curvature(needed, problem)[1]
-        projection, more = measured(lambda: complemented_projection(problem, method, max(dims), exact))
+        projection, more = measured(lambda: complemented_projection(problem, method, max(dims)))
         posteriors, fit = measured(lambda: complemented_posteriors(self.problem, method, projection, dims, exact))
         sweep = ComplementSweep(posteriors)
         cost = (cost if cost_of_exact is None else cost_of_exact.then(cost)).then(more)
@@ -269,11 +270,11 @@ class SeedRun:
         projection, cost = self._fits.projection("lowrank-kfac", largest)
         la = SubspaceLaplace.paper(
             self.problem.network,
-            self.problem.dataset.likelihood,
+            self.problem.likelihood,
             projector=lambda _: projection,
             dim=largest,
             prior_precision=self.recipe.prior_precision,
-        ).fit(self.problem.loader)
+        ).fit(self.problem.loader, certify=True)
         inputs = self.draw(test_set).to(self.problem.dtype)
         shares, traces = la.captured_share(inputs), la.leading_traces(inputs)
         scores = {
@@ -409,8 +410,9 @@ class _Todo:
 
 
 def _sweep_of(name: str, posterior: SubspacePosterior, dims: list[int]) -> SubspaceSweep:
-    """The last layer is one fixed subspace; all others grow, up to the rank that was found."""
-    return SubspaceSweep(posterior, [posterior.dim] if name == "last-layer" else capped(dims, posterior.dim))
+    """Return the sweep over all s up to the rank that was found; a projector with a dimension of its own has one s."""
+    own_dim = name in PROJECTORS and PROJECTORS[name].own_dim
+    return SubspaceSweep(posterior, [posterior.dim] if own_dim else capped(dims, posterior.dim))
 
 
 def rows_of(job: Job, scores: dict[int, Scores], cost: Cost | None, note: str) -> list[Row]:

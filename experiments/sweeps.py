@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sublaplace import ComplementedPosterior, Jacobian, Jacobians, SubspacePosterior
-from sublaplace.posteriors.subspace import Posterior
+from sublaplace.posteriors.protocol import Posterior
 
 UnderPriors = Callable[[Jacobian], Iterator[tuple[tuple[int, float], Tensor]]]
 """From a Jacobian to pairs of (s, λ) and the covariance of every input."""

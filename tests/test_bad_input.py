@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from networks import InfiniteSlope
 from sensitive import batches, data, fitted, refused, sensitive, untouched
-from test_laplace import loader
+from test_laplace import loader, sized
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace
+from sublaplace import PROJECTORS, Categorical, Drawn, Gaussian, Resources, SubspaceLaplace
 
 
 def regression_batches(n=8, outputs=3):
@@ -33,13 +33,17 @@ SETTINGS = {
         (TypeError, ValueError),
         ["prior_precision", "positive number"],
     ),
-    "an unknown prior precision": ({"prior_precision": "evidence"}, ValueError, ["prior_precision", "evidence"]),
+    "an unknown prior precision": (
+        {"prior_precision": "empirical"},
+        ValueError,
+        ["prior_precision", "empirical", "positive number", "'auto'", "'evidence'"],
+    ),
     "a negative dim": ({"dim": -3}, ValueError, ["dim", "negative", "-3"]),
     "a dim of zero": ({"dim": 0}, ValueError, ["dim=0", "at least 1"]),
     "a fractional dim": ({"dim": 2.5}, TypeError, ["dim", "integer", "2.5"]),
     "a whole float as dim": ({"dim": 4.0}, TypeError, ["dim", "integer"]),
     "a boolean dim": ({"dim": True}, TypeError, ["dim", "integer", "True"]),
-    "no dim": ({"dim": None}, TypeError, ["dim", "integer"]),
+    "a dim that is a word": ({"dim": "many"}, TypeError, ["dim", "integer", "Captured", "many"]),
     "an unknown projector": (
         {"projector": "low-rank-kfac"},
         ValueError,
@@ -57,34 +61,16 @@ SETTINGS = {
         (TypeError, ValueError),
         ["CrossEntropyLoss", "classification", "regression"],
     ),
-    "noise of zero": ({"likelihood": "regression", "noise_std": 0.0}, ValueError, ["noise_std", "positive"]),
-    "negative noise": ({"likelihood": "regression", "noise_std": -0.1}, ValueError, ["noise_std", "positive"]),
-    "noise that is NaN": ({"likelihood": "regression", "sigma_noise": math.nan}, ValueError, ["noise_std", "finite"]),
-    "noise in classification": ({"noise_std": 0.1}, ValueError, ["noise_std", "regression"]),
-    "noise given twice": (
-        {"likelihood": "regression", "noise_std": 0.1, "sigma_noise": 0.1},
-        ValueError,
-        ["noise_std", "sigma_noise", "one of them"],
-    ),
-    "noise beside a likelihood that has it": (
-        {"likelihood": Gaussian(0.5), "noise_std": 0.1},
-        ValueError,
-        ["noise_std", "likelihood"],
-    ),
-    "no subspace inputs to draw": ({"num_subspace_inputs": 0}, ValueError, ["num_subspace_inputs", "positive"]),
+    "a likelihood's class": ({"likelihood": Gaussian}, TypeError, ["likelihood object", "Gaussian(0.1)"]),
+    "no subspace inputs to draw": ({"subspace_inputs": Drawn(0)}, ValueError, ["count", "positive"]),
     "a fractional number of subspace inputs": (
-        {"num_subspace_inputs": 2.5},
+        {"subspace_inputs": Drawn(2.5)},
         (TypeError, ValueError),
-        ["num_subspace_inputs", "integer"],
-    ),
-    "a direction tolerance above one": ({"direction_tolerance": 2.0}, ValueError, ["direction_tolerance", "[0, 1)"]),
-    "a direction tolerance that is no number": (
-        {"direction_tolerance": "a"},
-        (TypeError, ValueError),
-        ["direction_tolerance", "must be a number"],
+        ["count", "integer"],
     ),
     "no seed": ({"seed": None}, (TypeError, ValueError), ["seed must be an integer"]),
-    "a negative memory budget": ({"memory_budget": -1}, ValueError, ["memory_budget", "positive"]),
+    "resources in a mapping": ({"resources": {"memory_budget": 10}}, TypeError, ["resources must be Resources"]),
+    "an argument that does not exist": ({"dimension": 3}, TypeError, ["no argument 'dimension'"]),
 }
 
 
@@ -94,6 +80,106 @@ def test_a_setting_without_meaning_is_refused(options, exception, words):
     options = {"likelihood": "classification", **options}
     with refused(model, exception, *words):
         SubspaceLaplace(model, **options)
+
+
+PARTS = {
+    "noise of zero": (lambda: Gaussian(0.0), ValueError, ["noise_std", "positive"]),
+    "negative noise": (lambda: Gaussian(-0.1), ValueError, ["noise_std", "positive"]),
+    "noise that is NaN": (lambda: Gaussian(math.nan), ValueError, ["noise_std", "finite"]),
+    "negative noise of one output": (lambda: Gaussian([0.1, -0.1]), ValueError, ["noise_std", "positive"]),
+    "noise of no output": (lambda: Gaussian([]), ValueError, ["noise_std", "one for each output"]),
+    "an unknown estimate of the noise": (
+        lambda: Gaussian("per-input"),
+        ValueError,
+        ["per-input", "'per-output'", "number"],
+    ),
+    "noise that is no number": (lambda: Gaussian(object()), TypeError, ["noise_std", "positive number"]),
+    "a direction tolerance above one": (
+        lambda: Resources(direction_tolerance=2.0),
+        ValueError,
+        ["direction_tolerance", "[0, 1)"],
+    ),
+    "a direction tolerance that is no number": (
+        lambda: Resources(direction_tolerance="a"),
+        (TypeError, ValueError),
+        ["direction_tolerance", "must be a number"],
+    ),
+    "a negative memory budget": (lambda: Resources(memory_budget=-1), ValueError, ["memory_budget", "positive"]),
+    "a fractional memory budget": (lambda: Resources(memory_budget=1e6), ValueError, ["memory_budget", "integer"]),
+    "a scratch folder that does not exist": (
+        lambda: Resources(scratch_folder="no/such/folder"),
+        ValueError,
+        ["scratch_folder", "no/such/folder", "create it"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "exception", "words"), PARTS.values(), ids=PARTS.keys())
+def test_a_part_of_the_settings_without_meaning_is_refused_when_it_is_made(build, exception, words):
+    with refused(sensitive(), exception, *words):
+        build()
+
+
+FORMER_ARGUMENTS = {
+    "noise_std": (0.1, TypeError, ["'noise_std'", "Gaussian(0.1)", "Gaussian('per-output')"]),
+    "sigma_noise": (0.1, TypeError, ["'sigma_noise'", "Gaussian(0.1)", "Gaussian('per-output')"]),
+    "num_subspace_inputs": (20, TypeError, ["'num_subspace_inputs'", "subspace_inputs=Drawn("]),
+    "perturbation": (0.1, TypeError, ["'perturbation'", "subspace_inputs=Perturbed("]),
+    "complement_weight": (1.0, TypeError, ["'complement_weight'", "Complement('kfac', weight=1.0)"]),
+    "captured": (0.5, TypeError, ["'captured'", "dim=Captured("]),
+    "max_dim": (30, TypeError, ["'max_dim'", "dim=Captured("]),
+    "certified": (True, TypeError, ["'certified'", "fit(train_loader, certify=True)"]),
+    "memory_budget": (10**6, TypeError, ["'memory_budget'", "Resources(memory_budget="]),
+    "scratch_folder": ("/tmp", TypeError, ["'scratch_folder'", "Resources(scratch_folder="]),
+    "direction_tolerance": (0.0, TypeError, ["'direction_tolerance'", "Resources(direction_tolerance="]),
+    "prior_precision": ("marglik", ValueError, ["prior_precision='evidence'"]),
+    "dim": ("auto", ValueError, ["dim=Captured("]),
+    "subspace_inputs": ("perturbed", ValueError, ["Perturbed("]),
+}
+
+
+@pytest.mark.parametrize(
+    "likelihood", ["classification", "regression", Gaussian(0.5)], ids=["classification", "regression", "an object"]
+)
+@pytest.mark.parametrize("name", FORMER_ARGUMENTS)
+def test_a_former_spelling_of_an_argument_is_refused_with_the_new_one(name, likelihood):
+    model = sensitive()
+    value, exception, words = FORMER_ARGUMENTS[name]
+    for make in (SubspaceLaplace, SubspaceLaplace.paper):
+        with refused(model, exception, *words):
+            make(model, likelihood, **{name: value})
+
+
+FORMER_MEMBERS = {
+    "truncate": "truncated(",
+    "update": "updated(",
+    "captured": "captured_share(",
+    "trace": "leading_traces(",
+    "projection": "projection_matrix(",
+}
+
+
+@pytest.mark.parametrize("name", FORMER_MEMBERS)
+def test_a_former_name_of_a_member_is_refused_with_the_new_one(name):
+    model = sensitive()
+    for la in (SubspaceLaplace.paper(model, "classification", dim=4), fitted(model)):
+        with refused(model, AttributeError, f"'{name}'", FORMER_MEMBERS[name]):
+            getattr(la, name)
+        assert not hasattr(la, name)
+        assert hasattr(type(la), FORMER_MEMBERS[name].rstrip("("))
+
+
+def test_a_member_that_never_was_is_an_attribute_error():
+    with refused(sensitive(), AttributeError, "SubspaceLaplace", "'posterior_mean'"):
+        _ = fitted().posterior_mean
+
+
+def test_without_a_dim_there_are_a_hundred_dimensions():
+    x = torch.randn(60, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    for options in ({}, {"dim": None}):
+        la = SubspaceLaplace.paper(model, "classification", **options).fit([(x, torch.arange(60) % 3)])
+        assert la.dim == 100
 
 
 @pytest.mark.parametrize("model", [None, torch.nn.functional.relu, "resnet"], ids=lambda model: type(model).__name__)
@@ -275,7 +361,7 @@ def test_derivatives_that_are_not_finite_are_refused_with_the_parameter(projecto
     torch.manual_seed(0)
     model = InfiniteSlope().double()
     with refused(model, ValueError, "inner.", "Jacobian", "NaN or infinity"):
-        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches())
+        SubspaceLaplace.paper(model, "classification", **sized(projector, 4)).fit(batches())
 
 
 def test_derivatives_that_stop_to_be_finite_in_a_later_batch_are_refused():
@@ -350,7 +436,8 @@ WRONG_DATA = {
     "targets in a list": ("classification", [(X, list(range(8)))], ["pair", "(inputs, targets)"]),
     "a mapping without labels": ("classification", [{"x": X, "y": Y}], ["labels", "['x', 'y']"]),
     "inputs and targets without a loader": ("classification", (X, Y), ["(inputs, targets)"]),
-    "residuals without spread": ("regression", "the outputs themselves", ["residuals", "noise_std"]),
+    "residuals of zero": ("regression", "the outputs themselves", ["residuals", "zero", "Gaussian(0.1)"]),
+    "residuals of rounding": ("regression", "the outputs with rounding", ["residuals", "rounding", "Gaussian(0.1)"]),
 }
 
 
@@ -360,12 +447,22 @@ def test_data_that_do_not_fit_are_refused(likelihood, given, words):
     if isinstance(given, str):
         with torch.no_grad():
             model.head.weight.zero_()
-            given = [(X, model.head.bias.expand(8, 3).detach() - 1)]
+            targets = model.head.bias.expand(8, 3).detach()
+            given = [(X, targets if given == "the outputs themselves" else targets.nextafter(targets + 1))]
     la = SubspaceLaplace.paper(model, likelihood, dim=4)
     with refused(model, ValueError, *words):
         la.fit(given)
     with pytest.raises(RuntimeError, match="not fitted"):
         la(X)
+
+
+def test_equal_residuals_are_noise_of_their_size():
+    """σ is the root mean square of the residuals, about zero: those that are all −1 are no perfect fit."""
+    model = sensitive()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    targets = model.head.bias.expand(8, 3).detach() - 1
+    assert SubspaceLaplace.paper(model, "regression", dim=4).fit([(X, targets)]).noise_std == pytest.approx(1)
 
 
 def test_a_batch_without_inputs_between_others_changes_nothing():
@@ -429,7 +526,7 @@ ONE_SHOT = {
 def test_an_iterator_that_can_be_read_only_once_is_refused(build, projector):
     model = sensitive()
     with refused(model, ValueError, "one-shot", "several times", "DataLoader"):
-        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(build())
+        SubspaceLaplace.paper(model, "classification", **sized(projector, 4)).fit(build())
 
 
 def test_a_data_loader_with_shuffling_is_welcome():
@@ -495,14 +592,23 @@ def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
     la = SubspaceLaplace.paper(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
     with refused(model, MemoryError, "projection", "truncate"):
         _ = la.projection_matrix()
-    assert la.truncated(1).projection.shape == (la.num_parameters, 1)
+    assert la.truncated(1).projection_matrix().shape == (la.num_parameters, 1)
 
 
 TOO_LARGE = {
     "the covariance of the subspace inputs": (lambda la: la.fit(batches()), 30_000, ["subspace inputs", "24 outputs"]),
     "a joint covariance": (lambda la: la.functional_covariance(X, joint=True), 9_000, ["24 outputs", "joint=False"]),
     "covariances": (lambda la: la.functional_covariance(X), 500, ["3 outputs for 8 inputs", "functional_variance"]),
-    "predictions": (lambda la: la.predict(X), 500, ["3 outputs for 8 inputs", "functional_variance"]),
+    "covariances of a prediction": (
+        lambda la: la.predict(X).covariance,
+        500,
+        ["3 outputs for 8 inputs", "functional_variance"],
+    ),
+    "predictions from draws": (
+        lambda la: la.predict(X, "mc"),
+        500,
+        ["3 outputs for 8 inputs", "functional_variance"],
+    ),
     "samples": (lambda la: la.sample(50), 20_000, ["50 draws of", "fewer"]),
     "functional samples": (lambda la: la.functional_samples(X, 50), 20_000, ["50 draws of", "fewer"]),
 }
@@ -515,7 +621,9 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkey
     call, free, words = TOO_LARGE[what]
     monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: free)
     if what == "the covariance of the subspace inputs":
-        monkeypatch.setattr("sublaplace.fitting.fit.require", lambda *_: None)  # the projection would be refused first
+        monkeypatch.setattr(
+            "sublaplace.fitting.steps.require", lambda *_: None
+        )  # the projection would be refused first
         free = 10_000
         monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: free)
         monkeypatch.setattr("sublaplace.curvature.kfac.require", lambda *_: None)
@@ -525,9 +633,19 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(what, monkey
     call(la)
 
 
+def test_probabilities_by_probit_do_not_need_the_memory_of_covariances(monkeypatch):
+    la = fitted()
+    expected = la(X)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 500)
+    assert torch.equal(la(X), expected)
+    prediction = la.predict(X)
+    assert torch.equal(prediction.probabilities, expected)
+    assert prediction.variance.shape == expected.shape
+
+
 def test_kronecker_factors_that_do_not_fit_are_refused_with_the_parameter(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.fitting.fit.require", lambda *_: None)
+    monkeypatch.setattr("sublaplace.fitting.steps.require", lambda *_: None)
     monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 300)
     with refused(model, MemoryError, "Kronecker factors of 'first.bias'", "lowrank-diagonal"):
         SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
@@ -541,12 +659,12 @@ USES = {
     "functional_covariance": lambda la: la.functional_covariance(X),
     "joint functional_covariance": lambda la: la.functional_covariance(X, joint=True),
     "functional_variance": lambda la: la.functional_variance(X),
-    "trace": lambda la: la.leading_traces(X),
+    "leading_traces": lambda la: la.leading_traces(X),
 }
 NO_DATA = {
-    "projection": lambda la: la.projection_matrix(),
+    "projection_matrix": lambda la: la.projection_matrix(),
     "dim": lambda la: la.dim,
-    "truncate": lambda la: la.truncated(2),
+    "truncated": lambda la: la.truncated(2),
     "with_prior": lambda la: la.with_prior(2.0),
 }
 
@@ -656,8 +774,8 @@ def test_truncation_to_more_dimensions_than_there_are_is_refused():
     la = fitted(model)
     with refused(model, ValueError, "truncate", "5", "4"):
         la.truncated(5)
-    for dim, exception in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
-        with refused(model, exception, "dim"):
+    for dim in (0, -1, 2.0, True):
+        with refused(model, (ValueError, TypeError), "dim must be a positive integer", str(dim)):
             la.truncated(dim)
 
 
@@ -669,7 +787,7 @@ def test_another_prior_without_meaning_is_refused(value):
         la.with_prior(value)
 
 
-@pytest.mark.parametrize("use", ["projection", "truncate", "trace"])
+@pytest.mark.parametrize("use", ["projection_matrix", "truncated", "leading_traces"])
 def test_the_full_posterior_has_no_subspace_and_says_so(use):
     model = sensitive()
     la = SubspaceLaplace.paper(model, "classification", projector="full").fit(batches())
@@ -684,7 +802,7 @@ def test_the_full_posterior_has_no_subspace_and_says_so(use):
         (lambda la, x: la.full_covariance(x, tolerance=-1.0), ["tolerance must be positive"]),
         (lambda la, x: la.full_covariance(x, tolerance=float("nan")), ["tolerance must be positive"]),
         (lambda la, x: la.with_prior("marglik"), ["prior_precision must be one positive number"]),
-        (lambda la, x: la.truncated(0), ["truncate to dim=0", "at least one"]),
+        (lambda la, x: la.truncated(0), ["dim must be a positive integer", "0"]),
     ],
 )
 def test_bad_arguments_of_a_fitted_posterior(call, words):

@@ -15,22 +15,24 @@ from dense_reference import (
     subspace_covariance,
 )
 from networks import make, mlp
-from sublaplace.model.likelihoods.protocol import significant
 from test_curvature import brute_force_kfac, dense_block
-from test_laplace import loader
+from test_laplace import loader, sized
 from test_prior import same_basis, squared_norm, stationary_prior
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.distributions import Bernoulli as TorchBernoulli
 
-from sublaplace import PROJECTORS, Basis, Bernoulli, DensePrecision, DualPrecision, Subset, SubspaceLaplace
+from sublaplace import PROJECTORS, Basis, Bernoulli, DensePrecision, DualPrecision, Resources, Subset, SubspaceLaplace
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.batches import select
+from sublaplace.fitting.validation import PRIOR_PULL
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.likelihoods.base import significant
+from sublaplace.model.likelihoods.links import Covariance
 from sublaplace.projectors.swag import swag_variances
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -52,9 +54,9 @@ def problem(name="mlp", n=8, dtype=torch.float64):
     return model, inputs, answers(dense_outputs(model, inputs).shape)
 
 
-def fitted(name="mlp", n=12, dtype=torch.float64, **options):
+def fitted(name="mlp", n=12, dtype=torch.float64, projector="lowrank-kfac", **options):
     model, inputs, targets = problem(name, n, dtype)
-    la = SubspaceLaplace.paper(model, "multi-label", **{"dim": 5, "prior_precision": PRIOR} | options)
+    la = SubspaceLaplace.paper(model, "multi-label", **sized(projector, 5), **{"prior_precision": PRIOR} | options)
     return la.fit(loader(inputs, targets, size=6)), inputs, targets
 
 
@@ -86,33 +88,33 @@ def close(value, expected, tolerance):
 
 
 @pytest.mark.parametrize("C", [1, 2, 5])
-def test_cotangents_are_a_root_of_the_second_derivative_of_the_loss(C):
+def test_the_hessian_root_is_a_root_of_the_second_derivative_of_the_loss(C):
     outputs, targets = logits(6, C), answers((6, C)).double()
-    R = Bernoulli().cotangents(outputs)
+    R = Bernoulli().hessian_root(outputs)
     assert R.shape == (6, C, C)
     for f, y, found in zip(outputs, targets, R.transpose(1, 2) @ R, strict=True):
         expected = hessian(lambda f, y=y: F.binary_cross_entropy_with_logits(f, y, reduction="sum"), f)
         assert torch.allclose(found, expected, rtol=1e-10, atol=10 * EPS)
 
 
-def test_cotangents_stand_longest_first_so_that_the_last_ones_can_be_dropped():
-    lengths = Bernoulli().cotangents(logits(20, 4)).square().sum(2)
+def test_rows_of_the_hessian_root_stand_longest_first_so_that_the_last_ones_can_be_dropped():
+    lengths = Bernoulli().hessian_root(logits(20, 4)).square().sum(2)
     assert (lengths[:, :-1] >= lengths[:, 1:]).all()
     outputs = torch.tensor([[60.0, 0.0, -60.0], [0.0, 60.0, 1.0]], dtype=torch.float64)
-    assert significant(Bernoulli().cotangents(outputs), 1e-8).tolist() == [1, 2]
+    assert significant(Bernoulli().hessian_root(outputs), 1e-8).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cotangents_of_confident_outputs_keep_their_digits(dtype, sign):
+def test_the_hessian_root_of_confident_outputs_keep_their_digits(dtype, sign):
     outputs = torch.tensor([[20.0], [50.0], [80.0]], dtype=dtype)
-    found = Bernoulli().cotangents(sign * outputs)
+    found = Bernoulli().hessian_root(sign * outputs)
     assert found.dtype == dtype
     assert torch.allclose(found.double()[:, 0], (-outputs.double() / 2).exp(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("convert", [torch.Tensor.bool, torch.Tensor.long, torch.Tensor.double, torch.Tensor.float])
-def test_the_log_likelihood_is_torchs_for_targets_of_every_kind(convert):
+def test_the_log_density_is_torchs_for_targets_of_every_kind(convert):
     outputs, targets = logits(7, 3, scale=20), answers((7, 3))
     found = Bernoulli().log_density(outputs, convert(targets))
     assert found.dtype == torch.float64
@@ -134,7 +136,7 @@ def test_targets_of_one_output_may_be_a_vector():
         )
 
 
-def test_log_likelihoods_of_certain_outputs_do_not_overflow():
+def test_log_densities_of_certain_outputs_do_not_overflow():
     outputs = torch.tensor([[1e4], [-1e4]], dtype=torch.float64)
     assert Bernoulli().log_density(outputs, torch.tensor([0, 1])).tolist() == [-1e4, -1e4]
     assert Bernoulli().log_density(outputs, torch.tensor([1, 0])).tolist() == [0, 0]
@@ -157,20 +159,20 @@ def integrated(function, mean, variance, steps=20001, reach=12.0):
 
 def predicted(outputs, covariance, link, samples=1000, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Bernoulli().prediction(outputs, covariance, link, samples, generator)
+    uncertainty = Covariance(covariance.diagonal(dim1=1, dim2=2), lambda: covariance)
+    return Bernoulli().probabilities(outputs, uncertainty, link, samples, generator)
 
 
 def test_probit_probabilities_are_the_formula_for_each_output_and_near_the_integral():
     outputs, covariance = logits(6, 3), random_covariances(6, 3)
     found = predicted(outputs, covariance, "probit")
-    assert torch.equal(found.mean, outputs) and torch.equal(found.covariance, covariance) and found.total is None
     for i in range(6):
         for c in range(3):
             scale = math.sqrt(1 + math.pi * float(covariance[i, c, c]) / 8)
             expected = 1 / (1 + math.exp(-float(outputs[i, c]) / scale))
-            assert float(found.probabilities[i, c]) == pytest.approx(expected, rel=1e-12)
+            assert float(found[i, c]) == pytest.approx(expected, rel=1e-12)
     exact = integrated(torch.sigmoid, outputs, covariance.diagonal(dim1=1, dim2=2))
-    assert (found.probabilities - exact).abs().max() < 0.02  # what the approximation is known for
+    assert (found - exact).abs().max() < 0.02  # what the approximation is known for
     assert not torch.allclose(exact, outputs.sigmoid(), atol=0.1)
 
 
@@ -180,14 +182,14 @@ def test_monte_carlo_probabilities_come_to_the_integral_as_samples_grow():
     exact = integrated(torch.sigmoid, outputs, variance)
     spread = integrated(lambda f: f.sigmoid().square(), outputs, variance) - exact.square()
     for samples in (100, 3200):
-        found = predicted(outputs, covariance, "mc", samples).probabilities
+        found = predicted(outputs, covariance, "mc", samples)
         assert ((found - exact).abs() <= 5 * (spread / samples).sqrt()).all()
-        assert not torch.equal(found, predicted(outputs, covariance, "mc", samples, seed=1).probabilities)
+        assert not torch.equal(found, predicted(outputs, covariance, "mc", samples, seed=1))
 
 
 def test_the_log_predictive_is_that_of_the_probit_probabilities():
     outputs, covariance, targets = logits(6, 3), random_covariances(6, 3), answers((6, 3))
-    yes = predicted(outputs, covariance, "probit").probabilities
+    yes = predicted(outputs, covariance, "probit")
     expected = torch.where(targets == 1, yes, 1 - yes).log().sum(1)
     found = Bernoulli().log_predictive(outputs, covariance, targets)
     assert found.dtype == torch.float64
@@ -200,6 +202,13 @@ def test_yes_or_no_outputs_are_predicted_by_probit_and_samples_but_not_by_the_br
     variance = la.functional_variance(inputs)
     expected = (dense_outputs(la.model, inputs) / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
     assert close(probabilities, expected, 1e-10)
+    prediction = la.predict(inputs)
+    assert torch.equal(prediction.probabilities, probabilities)
+    assert close(prediction.mean, dense_outputs(la.model, inputs), 1e-12)
+    assert close(prediction.covariance, la.functional_covariance(inputs), 1e-12)
+    assert prediction.total.shape == prediction.epistemic.shape == prediction.aleatoric.shape == (len(inputs),)
+    with pytest.raises(ValueError, match="no interval; use probabilities"):
+        prediction.interval(0.9)
     exact = integrated(torch.sigmoid, dense_outputs(la.model, inputs), variance)
     sampled = la.predict(inputs, link="mc", samples=1500).probabilities
     assert (sampled - exact).abs().max() < 0.05
@@ -248,10 +257,14 @@ def test_a_vector_of_targets_of_another_length_is_refused():
 def test_yes_or_no_outputs_have_no_noise():
     model, _ = make("mlp", 1)
     for noise in (0.3, [0.3, 0.4], "per-output"):
-        with pytest.raises(ValueError, match="noise_std belongs to likelihood='regression'"):
-            SubspaceLaplace.paper(model, FIXME_Gaussian("binary", noise))
-    la, *_ = fitted()
+        with pytest.raises(TypeError, match=r"'noise_std'.*Gaussian\(0\.1\)"):
+            SubspaceLaplace.paper(model, "binary", noise_std=noise)
+        with pytest.raises(ValueError, match="'binary' has no noise"):
+            Bernoulli().with_noise(noise)
+    la, inputs, targets = fitted()
     assert la.noise_std is None
+    with pytest.raises(ValueError, match="noise"):
+        la.tuned(loader(inputs, targets), noise=True)
 
 
 def test_classification_with_a_single_output_points_to_the_binary_likelihood():
@@ -305,11 +318,11 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
 
     def fit(**options):
         la = SubspaceLaplace.paper(model, "multi-label", dim=20, **options).fit(batches)
-        return la, la._linearization.passes
+        return la, la._state.linearization.passes
 
     (exact, every), (quick, fewer), (default, by_default) = (
-        fit(direction_tolerance=0.0),
-        fit(direction_tolerance=1e-8),
+        fit(resources=Resources(direction_tolerance=0.0)),
+        fit(resources=Resources(direction_tolerance=1e-8)),
         fit(),
     )
     assert fewer < 0.8 * every
@@ -317,7 +330,7 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}[dtype]
     assert close(quick.functional_variance(inputs), exact.functional_variance(inputs), tolerance)
     reference = subspace_covariance(
-        dense_jacobian(model, inputs[:5]), default.projection.double(), precision_matrix(model, inputs, 1.0)
+        dense_jacobian(model, inputs[:5]), default.projection_matrix().double(), precision_matrix(model, inputs, 1.0)
     )
     assert close(default.functional_covariance(inputs[:5], joint=True), reference, TOLERANCE[dtype])
 
@@ -354,7 +367,7 @@ def test_every_projector_is_exact_in_its_subspace(projector):
 @pytest.mark.parametrize(("n", "form"), [(6, DualPrecision), (60, DensePrecision)])
 def test_the_full_posterior_and_its_evidence_equal_brute_force(n, form):
     la, inputs, targets = fitted(n=n, projector="full")
-    assert isinstance(la._posterior, form)
+    assert isinstance(la._state.posterior, form)
     new = inputs[:4]
     expected = full_covariance(dense_jacobian(la.model, new), precision_matrix(la.model, inputs))
     assert close(la.functional_covariance(new, joint=True), expected, 1e-8)
@@ -392,8 +405,8 @@ def test_marglik_finds_the_prior_where_the_evidence_is_stationary(projector):
     assert la.optimize_prior_precision("marglik").prior_precision == pytest.approx(best, rel=1e-5)
 
 
-def test_fitting_with_marglik_takes_the_prior_of_the_greatest_kfac_evidence():
-    la, inputs, _ = fitted(prior_precision="marglik")
+def test_fitting_with_the_evidence_takes_the_prior_of_the_greatest_kfac_evidence():
+    la, inputs, _ = fitted(prior_precision="evidence")
     blocks = brute_force_kfac(la.model, inputs, sigmoid_hessians(dense_outputs(la.model, inputs)))
     eigenvalues = torch.cat([torch.linalg.eigvalsh(block).clamp_min(0) for block in blocks.values()])
     assert la.prior_precision == pytest.approx(stationary_prior(eigenvalues, squared_norm(la.model)), rel=1e-5)
@@ -408,13 +421,18 @@ def test_validation_finds_the_prior_of_the_least_loss():
     # The answers are far less certain than the network says.
     wanted = torch.bernoulli((dense_outputs(model, new) / 3).sigmoid(), generator=torch.Generator().manual_seed(0))
 
-    def loss(prior):
-        return float(F.binary_cross_entropy(la.with_prior(prior)(new), wanted))
+    def loss(prior, pull=PRIOR_PULL):
+        """The NLL of an input, and what pulls λ towards its value before."""
+        nll = F.binary_cross_entropy(la.with_prior(prior)(new), wanted, reduction="sum") / len(new)
+        return float(nll) + pull * math.log10(prior / PRIOR) ** 2 / len(new)
 
     la.optimize_prior_precision("validation", val_loader=loader(new, wanted, size=9))
-    losses = [loss(10 ** (k / 2)) for k in range(-8, 15)]
-    assert loss(la.prior_precision) <= min(losses)
-    assert min(losses) < min(losses[0], losses[-1]) - 0.01  # neither a tiny nor a huge λ is best
+    priors = [PRIOR * 10 ** (k / 2) for k in range(-9, 10)]
+    losses = [loss(prior) for prior in priors]
+    assert loss(la.prior_precision) <= min(losses) + 1e-6
+    assert loss(la.prior_precision, pull=0) <= loss(PRIOR, pull=0)
+    plain = [loss(prior, pull=0) for prior in priors]
+    assert min(plain) < min(plain[0], plain[-1]) - 0.01  # neither a tiny nor a huge λ is best
 
 
 def test_swag_follows_the_usual_loss():
@@ -450,14 +468,12 @@ def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace():
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "full"])
 def test_a_loaded_posterior_is_the_same_and_knows_which_labels_do_not_count(projector, ignore_index, tmp_path):
     model, inputs, targets = problem()
-    la = SubspaceLaplace.paper(model, Bernoulli(ignore_index), projector=projector, dim=4).fit(
-        loader(inputs, targets, 6)
-    )
+    la = SubspaceLaplace.paper(model, Bernoulli(ignore_index), **sized(projector, 4)).fit(loader(inputs, targets, 6))
     la.save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert torch.equal(loaded(inputs), la(inputs))
     assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
-    assert loaded._survey.likelihood == Bernoulli(ignore_index)
+    assert loaded._state.survey.likelihood == Bernoulli(ignore_index)
     assert repr(loaded) == repr(la)
 
 
@@ -497,9 +513,7 @@ def pair(symmetric, dtype, projector, n=20, scale=1.0, **options):
     both = TwoClasses(single, symmetric)
 
     def fit(model, likelihood):
-        la = SubspaceLaplace.paper(
-            model, likelihood, projector=projector, **{"dim": 6, "prior_precision": PRIOR} | options
-        )
+        la = SubspaceLaplace.paper(model, likelihood, **sized(projector, 6), **{"prior_precision": PRIOR} | options)
         return la.fit(loader(inputs, targets, size=10))
 
     return fit(single, "binary"), fit(both, "classification"), inputs
@@ -539,16 +553,18 @@ def test_one_output_has_the_posterior_of_two_classes(projector, dtype, symmetric
 @ONE_AND_TWO
 def test_one_output_has_the_curvature_of_two_classes(symmetric):
     one, two, _ = pair(symmetric, torch.float64, "full", n=70)
-    assert isinstance(one._posterior, DensePrecision) and isinstance(two._posterior, DensePrecision)
-    assert close(one._posterior.ggn, two._posterior.ggn, 1e-12)
+    assert isinstance(one._state.posterior, DensePrecision) and isinstance(two._state.posterior, DensePrecision)
+    assert close(one._state.posterior.ggn, two._state.posterior.ggn, 1e-12)
 
 
 @ONE_AND_TWO
 def test_one_output_has_the_posterior_of_two_classes_where_directions_are_dropped(symmetric):
     one, two, inputs = pair(symmetric, torch.float32, "lowrank-kfac", n=60, scale=300)
-    passes = one._linearization.passes
-    exact, _, _ = pair(symmetric, torch.float32, "lowrank-kfac", n=60, scale=300, direction_tolerance=0.0)
-    assert passes < exact._linearization.passes
+    passes = one._state.linearization.passes
+    exact, _, _ = pair(
+        symmetric, torch.float32, "lowrank-kfac", n=60, scale=300, resources=Resources(direction_tolerance=0.0)
+    )
+    assert passes < exact._state.linearization.passes
     assert close(margin_variance(two, inputs), one.functional_variance(inputs)[:, 0], TOLERANCE[torch.float32])
     assert close(one.functional_variance(inputs), exact.functional_variance(inputs), TOLERANCE[torch.float32])
 
@@ -562,8 +578,8 @@ def test_one_output_has_the_probabilities_of_two_classes_of_which_one_is_fixed()
 
 
 @ONE_AND_TWO
-def test_marglik_is_the_same_for_one_output_and_two_classes(symmetric):
-    one, two, _ = pair(symmetric, torch.float64, "lowrank-kfac", prior_precision="marglik")
+def test_the_prior_of_the_greatest_evidence_is_the_same_for_one_output_and_two_classes(symmetric):
+    one, two, _ = pair(symmetric, torch.float64, "lowrank-kfac", prior_precision="evidence")
     assert one.prior_precision == pytest.approx(two.prior_precision, rel=1e-6)
 
 

@@ -9,7 +9,7 @@ from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
-from sublaplace import Bernoulli, Captured, Complement, Gaussian, Perturbed, SubspaceLaplace, low_rank
+from sublaplace import Bernoulli, Captured, Complement, Drawn, Gaussian, Perturbed, Resources, SubspaceLaplace, low_rank
 from sublaplace.data.subspace_inputs import perturbed
 from sublaplace.model.likelihoods.links import probit, probit_interval, sigmoid_interval
 
@@ -61,7 +61,7 @@ def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(
 @pytest.mark.parametrize("name", ["mlp", "paper-cnn", "lstm"])
 def test_the_captured_share_is_guaranteed_and_grows(name, kind):
     problem = Problem(name, kind)
-    la = problem.fit(dim=8, certified=True)
+    la = problem.fit(dim=8, certify=True)
     shares = la.captured_share(problem.new)
     full = float(full_covariance(problem.jacobian, problem.precision).trace())
     true_shares = la.leading_traces(problem.new) / full
@@ -98,7 +98,7 @@ def test_where_the_subspace_holds_all_of_the_curvature_both_bounds_are_the_full_
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_certificate_made_later_equals_one_made_with_the_fit(kind):
     problem = Problem("paper-cnn", kind)
-    late, early = problem.fit(), problem.fit(certified=True)
+    late, early = problem.fit(), problem.fit(certify=True)
     for found, expected in zip(late.bounds(problem.new), early.bounds(problem.new), strict=True):
         assert close(found, expected, 1e-12)
     assert torch.allclose(late.captured_share(problem.new), early.captured_share(problem.new), rtol=1e-12)
@@ -109,11 +109,12 @@ def test_nothing_is_dropped_for_a_certificate():
     problem = Problem("paper-cnn", "classification")
     full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
     trace = float(full.diagonal(dim1=1, dim2=2).sum(1).max())
-    for options in ({"certified": True}, {}):
-        la = problem.fit(direction_tolerance=0.5, dim=8, **options)
+    resources = Resources(direction_tolerance=0.5)
+    for certify in (True, False):
+        la = problem.fit(resources=resources, dim=8, certify=certify)
         assert least_eigenvalue(full - la.bounds(problem.new).lower) >= -1e-9 * trace
         assert least_eigenvalue(la.bounds(problem.new).upper - full) >= -1e-9 * trace
-    dropped = problem.fit(direction_tolerance=0.5, dim=8).functional_covariance(problem.new)
+    dropped = problem.fit(resources=resources, dim=8).functional_covariance(problem.new)
     assert least_eigenvalue(full - dropped) < -1e-6 * trace, "the test needs a tolerance that does harm"
 
 
@@ -130,7 +131,7 @@ def test_float32_bounds_hold_to_four_digits(name):
 
 def test_bounds_follow_another_prior_and_tuned_noise():
     problem = Problem("mlp", "regression")
-    la = problem.fit(certified=True)
+    la = problem.fit(certify=True)
     other = la.with_prior(3.0)
     precision = problem.ggn + 3.0 * torch.eye(len(problem.ggn)).double()
     full = blocks(full_covariance(problem.jacobian, precision), 4)
@@ -155,9 +156,9 @@ def test_bounds_after_an_update_are_those_of_all_data():
     half = len(problem.batches) // 2
     for certified in (True, False):
         first = SubspaceLaplace.paper(problem.model, "classification", dim=5, prior_precision=PRIOR).fit(
-            problem.batches[:half]
+            problem.batches[:half], certify=certified
         )
-        updated = first.update(problem.batches[half:])
+        updated = first.updated(problem.batches[half:])
         P = first._subspace().projection
         whole = problem.fit(projector=lambda _, P=P: P)
         for found, expected in zip(updated.bounds(problem.new), whole.bounds(problem.new), strict=True):
@@ -166,14 +167,17 @@ def test_bounds_after_an_update_are_those_of_all_data():
 
 def test_a_certificate_is_saved_where_there_is_one(tmp_path):
     problem = Problem("mlp", "classification")
-    la = problem.fit(certified=True)
+    la = problem.fit(certify=True)
     la.save(tmp_path / "with")
     loaded = SubspaceLaplace.load(tmp_path / "with", problem.model)
     for found, expected in zip(loaded.bounds(problem.new), la.bounds(problem.new), strict=True):
         assert torch.equal(found, expected)
     problem.fit().save(tmp_path / "without")
-    with pytest.raises(RuntimeError, match="certified=True before saving"):
+    with pytest.raises(RuntimeError, match="certify=True before saving"):
         SubspaceLaplace.load(tmp_path / "without", problem.model).bounds(problem.new)
+    late = SubspaceLaplace.load(tmp_path / "without", problem.model).bounds(problem.new, problem.batches)
+    for found, expected in zip(late, la.bounds(problem.new), strict=True):
+        assert close(found, expected, 1e-12)
 
 
 def test_bounds_are_a_pair_with_names():
@@ -226,14 +230,14 @@ def test_yes_no_outputs_have_intervals_as_well():
 # The dimension that chooses itself ------------------------------------------------------------------------------------
 
 
-def problem_for_auto():
+def problem_with_a_share():
     model, inputs = make("mlp", 60)
     return model, inputs, loader(inputs, labels(model, inputs), 20)
 
 
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.8])
-def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_back_inputs(target):
-    model, inputs, batches = problem_for_auto()
+def test_the_smallest_dimension_is_taken_that_guarantees_the_share_on_held_back_inputs(target):
+    model, inputs, batches = problem_with_a_share()
     la = SubspaceLaplace.paper(
         model, "classification", dim=Captured(target, at_most=30), prior_precision=PRIOR, subspace_inputs=inputs
     ).fit(batches)
@@ -254,16 +258,16 @@ def test_auto_takes_the_smallest_dimension_that_guarantees_the_share_on_held_bac
     assert torch.allclose(la.bounds(inputs).upper, whole.bounds(inputs).upper)
 
 
-def test_auto_warns_where_the_share_is_not_reached():
-    model, _, batches = problem_for_auto()
+def test_a_share_that_is_not_reached_is_warned_about():
+    model, _, batches = problem_with_a_share()
     la = SubspaceLaplace.paper(model, "classification", dim=Captured(0.99, at_most=3), prior_precision=0.01)
-    with pytest.warns(UserWarning, match=r"99%.*3 dimensions guarantee \d+%.*max_dim"):
+    with pytest.warns(UserWarning, match=r"99%.*3 dimensions guarantee \d+%.*at_most"):
         la.fit(batches)
     assert la.dim == 3
 
 
-def test_auto_works_with_a_complement():
-    model, inputs, batches = problem_for_auto()
+def test_a_captured_share_works_with_a_complement():
+    model, inputs, batches = problem_with_a_share()
     la = SubspaceLaplace(
         model, "classification", dim=Captured(0.3, at_most=20), complement=Complement("kfac", weight=1.0)
     ).fit(batches)
@@ -274,17 +278,54 @@ def test_auto_works_with_a_complement():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": "automatic"}, "integer or 'auto'"),
-        ({"dim": "auto", "captured": 1.0}, "between 0 and 1"),
-        ({"dim": "auto", "captured": 0}, "captured must be positive"),
-        ({"dim": "auto", "max_dim": 0}, "max_dim"),
-        ({"dim": "auto", "projector": "subset-magnitude"}, "low-rank"),
-        ({"dim": "auto", "projector": "full"}, "full"),
+        ({"dim": "automatic"}, r"integer or Captured\("),
+        ({"dim": 0.5}, r"integer or Captured\("),
+        ({"dim": Captured(0.5), "projector": "subset-magnitude"}, "low-rank"),
+        ({"dim": Captured(0.5), "projector": "last-layer"}, "dim has no effect.*last-layer"),
+        ({"dim": Captured(0.5), "projector": "full"}, "dim has no effect.*full"),
         ({"subspace_inputs": "noisy"}, "Unknown subspace_inputs 'noisy'"),
-        ({"perturbation": -1.0}, "perturbation"),
+        ({"subspace_inputs": Perturbed(-1.0)}, "scale must be positive"),
+        ({"subspace_inputs": Perturbed(0.0)}, "scale must be positive"),
+        ({"subspace_inputs": Perturbed(0.1, count=0)}, "count must be a positive integer"),
+        ({"subspace_inputs": Drawn(0)}, "count must be a positive integer"),
     ],
 )
 def test_bad_settings_are_refused(options, message):
+    model, _ = make("mlp", 3)
+    with pytest.raises((ValueError, TypeError), match=message):
+        SubspaceLaplace.paper(model, "classification", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0,), "share.*between 0 and 1"),
+        ((0,), "share must be positive"),
+        ((-0.5,), "share must be positive"),
+        ((float("nan"),), "share must be positive"),
+        (("half",), "share must be one positive number"),
+        ((0.5, 0), "at_most must be a positive integer"),
+        ((0.5, 2.5), "at_most must be a positive integer"),
+    ],
+)
+def test_a_share_without_meaning_is_refused(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Captured(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": "auto"}, r"dim=Captured\("),
+        ({"captured": 0.5}, r"'captured'.*dim=Captured\("),
+        ({"max_dim": 30}, r"'max_dim'.*dim=Captured\("),
+        ({"certified": True}, r"'certified'.*fit\(train_loader, certify=True\)"),
+        ({"subspace_inputs": "perturbed"}, r"Perturbed\("),
+        ({"perturbation": 0.2}, r"'perturbation'.*subspace_inputs=Perturbed\("),
+        ({"num_subspace_inputs": 20}, r"'num_subspace_inputs'.*subspace_inputs=Drawn\("),
+    ],
+)
+def test_former_spellings_are_refused_with_the_new_ones(options, message):
     model, _ = make("mlp", 3)
     with pytest.raises((ValueError, TypeError), match=message):
         SubspaceLaplace.paper(model, "classification", **options)
@@ -294,14 +335,14 @@ def test_bad_settings_are_refused(options, message):
 
 
 def test_perturbed_inputs_are_training_inputs_with_noise_of_the_given_size():
-    model, _, batches = problem_for_auto()
+    model, _, batches = problem_with_a_share()
     seen = []
 
     def watching(context):
         seen.append(context.subspace_jacobians.inputs)
         return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
 
-    for options in ({}, {"subspace_inputs": "perturbed", "perturbation": 0.2}):
+    for options in ({}, {"subspace_inputs": Perturbed(0.2)}):
         SubspaceLaplace.paper(model, "classification", projector=watching, dim=4, **options).fit(batches)
     plain, noisy = seen
     ratio = (noisy - plain) / plain.std(0, correction=0)
@@ -338,14 +379,14 @@ def test_bounds_hold_where_the_curvature_is_far_above_the_prior(dtype, most, pri
     model = torch.nn.Sequential(*layers).double()
     inputs = torch.randn(40, 4, generator=generator).double()
     targets = torch.randn(40, 2, generator=generator).double()
-    options = {"prior_precision": prior, "noise_std": 0.1}
-    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(model, Gaussian(0.1), prior_precision=prior, projector="full").fit([(inputs, targets)])
     new = torch.randn(7, 4, generator=generator).double()
     covariance = full.functional_covariance(new)
     scale = covariance.diagonal(dim1=1, dim2=2).sum(1)[:, None]
     rough = copy.deepcopy(model).to(dtype)
     for dim in (20, 80):
-        la = SubspaceLaplace.paper(rough, "regression", dim=dim, **options).fit([(inputs.to(dtype), targets.to(dtype))])
+        la = SubspaceLaplace.paper(rough, Gaussian(0.1), dim=dim, prior_precision=prior)
+        la.fit([(inputs.to(dtype), targets.to(dtype))])
         lower, upper = la.bounds(new.to(dtype))
         assert (torch.linalg.eigvalsh(covariance - lower.double()) >= -most * scale).all()
         assert (torch.linalg.eigvalsh(upper.double() - covariance) >= -most * scale).all()

@@ -21,13 +21,13 @@ PREAMBLE = 2 + 2 * BATCHES  # one batch twice, to see that the order is fixed; t
 
 FITS = {
     "lowrank-kfac": {},
-    "lowrank-kfac with λ tuned": {"prior_precision": "marglik"},
+    "lowrank-kfac with λ tuned": {"prior_precision": "evidence"},
     "lowrank-diagonal": {"projector": "lowrank-diagonal"},
     "lowrank-ggn, dual": {"projector": "lowrank-ggn"},
     "subset-swag": {"projector": "subset-swag"},
-    "full": {"projector": "full"},
+    "full": {"projector": "full", "dim": None},
     "regression": {"likelihood": "regression"},
-    "regression, a noise for each output": {"likelihood": "regression", "noise_std": "per-output"},
+    "regression, a noise for each output": {"likelihood": Gaussian("per-output")},
     "given subspace inputs": {"subspace_inputs": torch.linspace(-1, 1, 10 * 5).view(10, 5)},
 }
 
@@ -40,7 +40,7 @@ def network():
 def data(likelihood="classification"):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(N, 5, generator=generator)
-    if likelihood == "regression":
+    if likelihood == "regression" or isinstance(likelihood, Gaussian):
         return inputs, torch.randn(N, 3, generator=generator)
     return inputs, torch.randint(3, (N,), generator=generator)
 
@@ -64,10 +64,10 @@ def fit(options, folder, result, lives, passes=None):
     options = {"likelihood": "classification", "dim": 6, **options}
     inputs, targets = data(options["likelihood"])
     loader = KillingLoader(inputs, targets, lives)
-    la = SubspaceLaplace(network(), **options).fit(loader, checkpoint=folder)
+    la = SubspaceLaplace.paper(network(), **options).fit(loader, checkpoint=folder)
     la.save(result)
     if passes is not None:
-        passes.value = la._linearization.passes
+        passes.value = la._state.linearization.passes
 
 
 def in_a_process(*arguments):
@@ -149,10 +149,10 @@ def passes_after_a_stop(folder, lives):
         network().double(), "classification", dim=6, resources=Resources(direction_tolerance=0.0)
     )
     loader = [(x.double(), y) for x, y in loader]
-    whole = la.fit(loader)._linearization.passes
+    whole = la.fit(loader)._state.linearization.passes
     with pytest.raises(KeyboardInterrupt):
         la.fit(Stopping(loader, lives), checkpoint=folder)
-    return whole, la.fit(loader, checkpoint=folder)._linearization.passes
+    return whole, la.fit(loader, checkpoint=folder)._state.linearization.passes
 
 
 def test_work_that_was_done_is_not_done_again(tmp_path, eager_writes):
@@ -183,13 +183,14 @@ def test_inputs_of_different_lengths_go_on_bit_for_bit(tmp_path, eager_writes):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Tanh(), MeanOverPositions(), nn.Linear(4, 3))
     loader = [(torch.randint(0, 5, (24, length)), torch.randint(0, 3, (24,))) for length in (3, 11, 5, 40, 2, 7)]
-    options = {"dim": 4, "memory_budget": 10_000, "subspace_inputs": loader[0][0], "projector": "lowrank-kfac"}
-    expected = SubspaceLaplace.paper(model, "classification", **options).fit(loader).projection
+    options = {"dim": 4, "resources": Resources(memory_budget=10_000), "subspace_inputs": loader[0][0]}
+    expected = SubspaceLaplace.paper(model, "classification", **options).fit(loader).projection_matrix()
     for stop in range(14, 26, 2):
         la = SubspaceLaplace.paper(model, "classification", **options)
         with pytest.raises(KeyboardInterrupt):
             la.fit(Stopping(loader, stop), checkpoint=tmp_path / str(stop))
-        assert torch.equal(la.fit(loader, checkpoint=tmp_path / str(stop)).projection, expected), stop
+        found = la.fit(loader, checkpoint=tmp_path / str(stop)).projection_matrix()
+        assert torch.equal(found, expected), stop
 
 
 class MeanOverPositions(nn.Module):
@@ -249,7 +250,9 @@ def test_the_checkpoint_of_another_fit_is_refused_with_what_differs(name, tmp_pa
     loader = stopped(tmp_path / "c")
     options, message = OTHERS[name]
     with pytest.raises(SavedFileError, match=message):
-        SubspaceLaplace(network(), **{"likelihood": "classification", **options}).fit(loader, checkpoint=tmp_path / "c")
+        SubspaceLaplace.paper(network(), **{"likelihood": "classification", **options}).fit(
+            loader, checkpoint=tmp_path / "c"
+        )
 
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path):

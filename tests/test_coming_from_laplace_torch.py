@@ -1,5 +1,7 @@
 """The examples of laplace-torch's README and of its regression page, with `SubspaceLaplace` in place of `Laplace`."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sublaplace import SubspaceLaplace
+from sublaplace.fitting.validation import PRIOR_PULL
 
 
 def trained(model, loader, loss, steps=300):
@@ -45,7 +48,12 @@ def test_the_classification_example():
     def nll(posterior):
         return float(-posterior(x[80:]).gather(1, y[80:, None]).log().mean())
 
-    assert nll(la) <= min(nll(la.with_prior(prior)) for prior in (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)) + 1e-6
+    def pulled(posterior):
+        """What is minimised: the NLL, and a pull towards λ before, which was 1."""
+        return nll(posterior) + PRIOR_PULL * math.log10(posterior.prior_precision) ** 2 / 40
+
+    assert pulled(la) <= min(pulled(la.with_prior(prior)) for prior in (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)) + 1e-6
+    assert nll(la) <= nll(la.with_prior(1.0))
     with torch.no_grad():
         assert nll(la) <= float(nn.functional.cross_entropy(model(x[80:]), y[80:])) + 1e-3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covariance, softmax_hessians
 from networks import NETWORKS, make
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 
 from sublaplace import Complement, Gaussian, Subset, SubspaceLaplace
 from sublaplace.data.batches import num_inputs, select
@@ -12,6 +12,8 @@ from sublaplace.data.batches import num_inputs, select
 PRIOR, NOISE = 0.7, 0.4
 KINDS = ["classification", "regression"]
 SMALL = ["mlp", "paper-cnn", "transformer", "embedding"]
+KFAC = Complement("kfac", weight=1.0)
+OUTSIDE = {"kfac": KFAC, "diagonal": Complement("diagonal", weight=1.0)}
 
 
 class Problem:
@@ -29,15 +31,19 @@ class Problem:
             generator = torch.Generator().manual_seed(5)
             targets = (outputs + 0.3 * torch.randn(outputs.shape, generator=generator, dtype=torch.float64)).to(dtype)
             hessians = torch.eye(outputs.shape[1]).double().expand(len(outputs), -1, -1) / NOISE**2
-            self.options = {"likelihood": "regression", "noise_std": NOISE}
+            self.options = {"likelihood": Gaussian(NOISE)}
         self.batches = loader(self.training, targets, 3)
         self.ggn = dense_ggn(self.model, self.training, hessians)
         self.jacobian = dense_jacobian(self.model, self.new)
         self.precision = self.ggn + PRIOR * torch.eye(len(self.ggn)).double()
 
-    def fit(self, **options):
-        options = {"dim": 5, "prior_precision": PRIOR, **self.options, **options}
-        return SubspaceLaplace(self.model, **options).fit(self.batches)
+    def fit(self, certify=False, **options):
+        options = {"dim": 5, "complement": None, "prior_precision": PRIOR, **self.options, **options}
+        return SubspaceLaplace(self.model, **options).fit(self.batches, certify=certify)
+
+    def fit_outside(self, kind):
+        """No subspace: the complement alone."""
+        return self.fit(projector=None, dim=None, complement=OUTSIDE[kind])
 
     def covariance(self, la):
         return la.functional_covariance(self.new, joint=True).double()
@@ -45,7 +51,7 @@ class Problem:
 
 def dense_outside(problem, complement, prior=PRIOR):
     """Ψ_K as a matrix, column by column through its precision's own solve."""
-    posterior = problem.fit(dim=0, complement=complement)._posterior.with_prior(prior)
+    posterior = problem.fit_outside(complement)._state.posterior.with_prior(prior)
     identity = torch.eye(len(problem.ggn), dtype=torch.float64)
     layout = posterior.layout
     return layout.flatten(posterior.solve(layout.unflatten(identity))).T
@@ -68,7 +74,7 @@ def close(found, expected, tolerance=1e-8):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_covariance_is_that_of_the_formula(name, kind):
     problem = Problem(name, kind)
-    la = problem.fit(complement="kfac")
+    la = problem.fit(complement=KFAC)
     expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     joint = problem.jacobian @ expected @ problem.jacobian.T
     assert close(problem.covariance(la), joint)
@@ -82,7 +88,7 @@ def test_the_covariance_is_that_of_the_formula(name, kind):
 @pytest.mark.parametrize("complement", ["kfac", "diagonal"])
 def test_every_projector_takes_every_complement(projector, complement):
     problem = Problem("mlp", "classification")
-    la = problem.fit(projector=projector, complement=complement)
+    la = problem.fit(**{"dim": None} | sized(projector, 5), complement=OUTSIDE[complement])
     expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, complement))
     assert close(problem.covariance(la), problem.jacobian @ expected @ problem.jacobian.T)
 
@@ -91,8 +97,8 @@ def test_every_projector_takes_every_complement(projector, complement):
 def test_it_is_exact_where_it_was_measured(name):
     """Ψ̃ΛQ = Q, through the library's own B and Q: the covariance of (ΛQ)ᵀθ with θ is Q."""
     problem = Problem(name, "regression")
-    la = problem.fit(complement="kfac")
-    posterior, Q = la._posterior, la.projection_matrix()
+    la = problem.fit(complement=KFAC)
+    posterior, Q = la._state.posterior, la.projection_matrix()
     # Ψ̃ΛQ = Q + (I − Π) Ψ_K (I − Π)ᵀ ΛQ, and (I − Π)ᵀΛQ = ΛQ − ΛQ A⁻¹ QᵀΛQ, which must vanish.
     layout = la._layout
     measured = (problem.precision @ Q).T
@@ -113,7 +119,7 @@ def test_it_is_exact_where_it_was_measured(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_no_dimension_is_the_kfac_approximation_and_all_of_them_the_full_one(name, kind):
     problem = Problem(name, kind)
-    nothing = problem.fit(dim=0, complement="kfac")
+    nothing = problem.fit_outside("kfac")
     expected = problem.jacobian @ dense_outside(problem, "kfac") @ problem.jacobian.T
     assert nothing.dim == 0
     assert close(problem.covariance(nothing), expected)
@@ -124,7 +130,7 @@ def test_no_dimension_is_the_kfac_approximation_and_all_of_them_the_full_one(nam
         order = torch.randperm(p, generator=generator)
         return Subset(context.linearization.layout, order, torch.float64)
 
-    whole = problem.fit(projector=everything, dim=p, complement="kfac")
+    whole = problem.fit(projector=everything, dim=p, complement=KFAC)
     full = full_covariance(problem.jacobian, problem.precision)
     assert close(problem.covariance(whole), full, 1e-7)
 
@@ -133,14 +139,14 @@ def test_no_dimension_is_the_kfac_approximation_and_all_of_them_the_full_one(nam
 def test_a_subspace_that_holds_all_that_matters_leaves_nothing_to_the_complement(kind):
     problem = Problem("mlp", kind)
     rows = len(problem.jacobian)
-    la = problem.fit(projector="lowrank-ggn", dim=rows, subspace_inputs=problem.new, complement="kfac")
+    la = problem.fit(projector="lowrank-ggn", dim=rows, subspace_inputs=problem.new, complement=KFAC)
     assert close(problem.covariance(la), full_covariance(problem.jacobian, problem.precision))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_lies_above_the_subspace_and_is_positive_definite(kind):
     problem = Problem("paper-cnn", kind)
-    la = problem.fit(complement="kfac")
+    la = problem.fit(complement=KFAC)
     psi = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     assert torch.linalg.eigvalsh(psi).min() > 0
     difference = problem.covariance(la) - problem.covariance(problem.fit())
@@ -150,12 +156,12 @@ def test_it_lies_above_the_subspace_and_is_positive_definite(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncation_and_another_prior_equal_a_fit_with_them(kind):
     problem = Problem("paper-cnn", kind)
-    la = problem.fit(dim=6, complement="kfac")
+    la = problem.fit(dim=6, complement=KFAC)
     P = la._subspace().projection
     for dim in (1, 4):
-        again = problem.fit(projector=lambda _, d=dim: P.leading(d), dim=dim, complement="kfac")
+        again = problem.fit(projector=lambda _, d=dim: P.leading(d), dim=dim, complement=KFAC)
         assert close(problem.covariance(la.truncated(dim)), problem.covariance(again))
-    again = problem.fit(projector=lambda _: P, dim=6, complement="kfac", prior_precision=5.0)
+    again = problem.fit(projector=lambda _: P, dim=6, complement=KFAC, prior_precision=5.0)
     assert close(problem.covariance(la.with_prior(5.0)), problem.covariance(again))
     assert close(problem.covariance(la.with_prior(5.0).with_prior(PRIOR)), problem.covariance(la))
 
@@ -163,12 +169,12 @@ def test_truncation_and_another_prior_equal_a_fit_with_them(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_evidence_has_the_determinant_of_the_whole_posterior(kind):
     problem = Problem("paper-cnn", kind)
-    la = problem.fit(complement="kfac")
+    la = problem.fit(complement=KFAC)
     p = len(problem.ggn)
     for prior in (0.2, PRIOR, 4.0):
         psi = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac", prior), prior)
         occam = 0.5 * (p * torch.log(torch.tensor(prior).double()) + torch.logdet(psi))
-        full = problem.fit(projector="full")
+        full = problem.fit(projector="full", dim=None)
         full_occam = 0.5 * (
             p * torch.log(torch.tensor(prior).double()) - torch.logdet(problem.ggn + prior * torch.eye(p).double())
         )
@@ -182,7 +188,7 @@ def test_the_evidence_has_the_determinant_of_the_whole_posterior(kind):
 
 def test_tuning_the_noise_equals_a_fit_with_it():
     problem = Problem("mlp", "regression")
-    la = problem.fit(complement="kfac")
+    la = problem.fit(complement=KFAC)
     P = la._subspace().projection
     la.optimize_prior_precision(tune_noise=True)
     again = SubspaceLaplace(
@@ -190,7 +196,7 @@ def test_tuning_the_noise_equals_a_fit_with_it():
         Gaussian(la.noise_std),
         projector=lambda _: P,
         dim=5,
-        complement=Complement("kfac", weight=1.0),
+        complement=KFAC,
         prior_precision=la.prior_precision,
     ).fit(problem.batches)
     assert close(problem.covariance(la), problem.covariance(again))
@@ -201,8 +207,8 @@ def test_tuning_the_noise_equals_a_fit_with_it():
 def test_samples_have_the_covariance_of_the_posterior(name):
     """The samples are linear in the noise: unit noise gives a root of Ψ̃."""
     problem = Problem(name, "classification")
-    la = problem.fit(complement="kfac")
-    root = la._posterior.sample(lambda width: torch.eye(width, dtype=torch.float64))
+    la = problem.fit(complement=KFAC)
+    root = la._state.posterior.sample(lambda width: torch.eye(width, dtype=torch.float64))
     expected = dense_complemented(problem, la.projection_matrix(), dense_outside(problem, "kfac"))
     assert close(root.T @ root, expected)
     assert la.sample(3).shape == (3, len(problem.ggn))
@@ -213,7 +219,7 @@ def test_samples_have_the_covariance_of_the_posterior(name):
 @pytest.mark.parametrize("complement", ["kfac", "diagonal"])
 def test_a_complement_is_saved_and_loaded(dim, complement, tmp_path):
     problem = Problem("layer-norm", "classification")
-    la = problem.fit(dim=dim, complement=complement)
+    la = problem.fit(dim=dim, complement=OUTSIDE[complement]) if dim else problem.fit_outside(complement)
     la.save(tmp_path / "saved")
     loaded = SubspaceLaplace.load(tmp_path / "saved", problem.model)
     assert loaded.dim == dim
@@ -225,9 +231,9 @@ def test_a_complement_is_saved_and_loaded(dim, complement, tmp_path):
 @pytest.mark.parametrize("name", ["mlp", "paper-cnn", "transformer"])
 def test_float32_agrees_to_four_digits(name):
     exact, rough = Problem(name, "classification"), Problem(name, "classification", torch.float32)
-    fits = [problem.fit(complement="kfac") for problem in (exact, rough)]
+    fits = [problem.fit(complement=KFAC) for problem in (exact, rough)]
     P = fits[1]._subspace().projection
-    expected = dense_complemented(exact, fits[1].projection, dense_outside(exact, "kfac"))
+    expected = dense_complemented(exact, fits[1].projection_matrix(), dense_outside(exact, "kfac"))
     assert P.dim == 5
     assert close(rough.covariance(fits[1]), exact.jacobian @ expected @ exact.jacobian.T, 1e-4)
 
@@ -245,8 +251,8 @@ def test_a_complement_survives_a_killed_fit(tmp_path):
                     raise KeyboardInterrupt
                 yield batch
 
-    options = {"likelihood": "classification", "dim": 5, "complement": "kfac", "prior_precision": PRIOR}
-    expected = problem.fit(complement="kfac").functional_covariance(problem.new)
+    options = {"likelihood": "classification", "dim": 5, "complement": KFAC, "prior_precision": PRIOR}
+    expected = problem.fit(complement=KFAC).functional_covariance(problem.new)
     with pytest.raises(KeyboardInterrupt):
         SubspaceLaplace(problem.model, **options).fit(Stopping(), checkpoint=tmp_path / "kept")
     la = SubspaceLaplace(problem.model, **options).fit(problem.batches, checkpoint=tmp_path / "kept")
@@ -255,20 +261,31 @@ def test_a_complement_survives_a_killed_fit(tmp_path):
 
 def test_what_makes_no_sense_is_refused():
     problem = Problem("mlp", "classification")
-    with pytest.raises(ValueError, match=r"dim=0 leaves no uncertainty.*complement"):
-        problem.fit(dim=0)
+    with pytest.raises(ValueError, match=r"projector=None leaves no uncertainty.*complement"):
+        problem.fit(projector=None, dim=None)
+    with pytest.raises(ValueError, match=r"dim has no effect: projector=None has no subspace"):
+        problem.fit(projector=None, dim=5, complement=KFAC)
+    for complement in (None, KFAC):
+        with pytest.raises(ValueError, match=r"dim=0 leaves no subspace.*projector=None with complement"):
+            problem.fit(dim=0, complement=complement)
     with pytest.raises(ValueError, match="Unknown complement 'full'"):
         problem.fit(complement="full")
     with pytest.raises(ValueError, match="nothing outside"):
-        problem.fit(projector="full", complement="kfac")
+        problem.fit(projector="full", dim=None, complement=KFAC)
     with pytest.raises(ValueError, match="cannot be updated"):
-        problem.fit(complement="kfac").update(problem.batches)
-    with pytest.raises(ValueError, match="dim=0 has no subspace"):
-        problem.fit(dim=0, complement="kfac").trace(problem.new)
+        problem.fit(complement=KFAC).updated(problem.batches)
+    for use in (
+        lambda la: la.leading_traces(problem.new),
+        lambda la: la.projection_matrix(),
+        lambda la: la.truncated(1),
+        lambda la: la.bounds(problem.new),
+    ):
+        with pytest.raises(ValueError, match="projector=None has no subspace"):
+            use(problem.fit_outside("kfac"))
 
 
 def test_a_prior_far_below_the_one_of_the_fit_warns_in_float32():
     problem = Problem("mlp", "classification", torch.float32)
-    la = problem.fit(complement="kfac", prior_precision=1e5)
+    la = problem.fit(complement=KFAC, prior_precision=1e5)
     with pytest.warns(UserWarning, match="lost in rounding; fit again"):
         la.with_prior(1e-2)

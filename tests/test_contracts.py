@@ -8,17 +8,27 @@ import torch
 from dense_reference import dense_jacobian, dense_outputs
 from networks import make
 from sensitive import untouched
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 from torch.autograd.functional import hessian
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
-from sublaplace import PROJECTORS, Categorical, Gaussian, SubspaceLaplace, isotropic_precision, low_rank
+from sublaplace import (
+    PROJECTORS,
+    Categorical,
+    ChunkPolicy,
+    Drawn,
+    Gaussian,
+    SubspaceLaplace,
+    isotropic_precision,
+    low_rank,
+)
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians.linearization import Jacobians, Linearization
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.projection import Basis, Subset
 
 PRIOR = 0.7
@@ -184,7 +194,7 @@ def test_covariances_do_not_depend_on_the_memory_budget(name):
     stream, new, _ = stream_of("paper-cnn", torch.float64)
     precision = PRECISIONS[name](stream, PRIOR)
     expected = precision.joint_covariance(Jacobians(stream.linearization, new))
-    small = Linearization(stream.linearization.model, memory_budget=1)
+    small = Linearization(stream.linearization.model, chunks=ChunkPolicy(1))
     jacobians = Jacobians(small, new)
     assert [jacobian.num_inputs for jacobian in jacobians] == [1, 1, 1]
     assert close(precision.joint_covariance(jacobians), expected, TOLERANCE[torch.float64])
@@ -206,7 +216,7 @@ def test_whitened_rows_give_the_covariance_and_turn_back_into_solved_jacobians(n
 def test_a_subspace_does_not_depend_on_whether_the_whitened_rows_fit_into_memory(name):
     stream, new, _ = stream_of("paper-cnn", torch.float64)
     precision = PRECISIONS[name](stream, PRIOR)
-    small = Jacobians(Linearization(stream.linearization.model, memory_budget=1), new)
+    small = Jacobians(Linearization(stream.linearization.model, chunks=ChunkPolicy(1)), new)
     assert precision.whitened(small) is None
     one, other = (low_rank(j, precision, 5).matrix() for j in (Jacobians(stream.linearization, new), small))
     assert close((one.T @ other).abs(), torch.eye(5), 1e-8)
@@ -220,7 +230,7 @@ SUBSETS = [name for name in PROJECTORS if name.startswith("subset")]
 
 def fit(name, projector, dim=6, dtype=torch.float64, **options):
     model, inputs = make(name, 8, dtype)
-    la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=dim, prior_precision=PRIOR, **options)
+    la = SubspaceLaplace.paper(model, "classification", **sized(projector, dim), prior_precision=PRIOR, **options)
     return la.fit(loader(inputs, labels(model, inputs))), inputs
 
 
@@ -248,7 +258,7 @@ def test_a_truncated_projector_equals_one_that_was_fitted_smaller(network, proje
     small, _ = fit(network, projector, dim=3)
     found, expected = (la.functional_covariance(inputs, joint=True) for la in (large.truncated(3), small))
     assert close(found, expected, 1e-8)
-    P, Q = large.projection[:, :3], small.projection
+    P, Q = large.projection_matrix()[:, :3], small.projection_matrix()
     assert torch.allclose(torch.linalg.svdvals(P.T @ Q), torch.ones(3).double(), atol=1e-8)
 
 
@@ -277,15 +287,15 @@ def test_a_low_rank_projection_is_stored_by_parameter(projector):
 
 @pytest.mark.parametrize("projector", PROJECTORS)
 def test_every_projector_is_deterministic_for_a_seed(projector):
-    options = {"num_subspace_inputs": 4, "seed": 3}
-    (first, _), (second, _) = (fit("mlp", projector, dim=4, **options) for _ in range(2))
-    assert torch.equal(first.projection, second.projection)
+    drawn = {"subspace_inputs": Drawn(4)} if PROJECTORS[projector].needs_inputs else {}
+    (first, _), (second, _) = (fit("mlp", projector, dim=4, seed=3, **drawn) for _ in range(2))
+    assert torch.equal(first.projection_matrix(), second.projection_matrix())
 
 
 @pytest.mark.parametrize("projector", LOW_RANK)
 def test_another_seed_draws_other_subspace_inputs(projector):
-    (first, _), (second, _) = (fit("mlp", projector, dim=4, num_subspace_inputs=3, seed=seed) for seed in (0, 1))
-    assert torch.linalg.svdvals(first.projection.T @ second.projection)[-1] < 0.999
+    (first, _), (second, _) = (fit("mlp", projector, dim=4, subspace_inputs=Drawn(3), seed=seed) for seed in (0, 1))
+    assert torch.linalg.svdvals(first.projection_matrix().T @ second.projection_matrix())[-1] < 0.999
 
 
 @pytest.mark.parametrize("projector", PROJECTORS)
@@ -294,7 +304,24 @@ def test_every_projector_leaves_the_model_untouched(projector):
     model.train()
     batches = loader(inputs, labels(model, inputs))
     with untouched(model):
-        SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches)
+        SubspaceLaplace.paper(model, "classification", **sized(projector, 4)).fit(batches)
+
+
+@pytest.mark.parametrize("projector", [*SUBSETS, "last-layer"])
+def test_a_projector_that_is_not_built_from_inputs_refuses_them(projector):
+    model, inputs = make("mlp", 8)
+    for given in (Drawn(4), inputs):
+        with pytest.raises(ValueError, match=f"subspace_inputs has no effect: projector='{projector}'"):
+            SubspaceLaplace.paper(model, "classification", **sized(projector, 4), subspace_inputs=given)
+
+
+def test_a_projector_with_a_dimension_of_its_own_refuses_another():
+    model, _ = make("mlp", 8)
+    own = [name for name in PROJECTORS if PROJECTORS[name].own_dim]
+    assert own == ["last-layer"]
+    for projector in [*own, "full"]:
+        with pytest.raises(ValueError, match=f"dim has no effect: projector='{projector}'"):
+            SubspaceLaplace.paper(model, "classification", projector=projector, dim=4)
 
 
 def test_subset_magnitude_takes_the_largest_parameters():
@@ -357,7 +384,7 @@ def some_outputs(C, n=5):
 
 
 @pytest.mark.parametrize("C", [2, 3, 10, 65])
-def test_the_root_gives_the_hessian_of_the_negative_log_likelihood(likelihood_case, C):
+def test_the_root_gives_the_hessian_of_the_negative_log_density(likelihood_case, C):
     likelihood, targets_like, _ = likelihood_case
     outputs = some_outputs(C)
     targets = targets_like(outputs)
@@ -366,19 +393,19 @@ def test_the_root_gives_the_hessian_of_the_negative_log_likelihood(likelihood_ca
     found = likelihood.curvature_scales[0] * R.transpose(1, 2) @ R
     for i in range(5):
         expected = hessian(
-            lambda f, i=i: -likelihood.log_likelihood(f[None], targets[i : i + 1]).sum(), outputs[i], vectorize=True
+            lambda f, i=i: -likelihood.log_density(f[None], targets[i : i + 1]).sum(), outputs[i], vectorize=True
         )
         assert close(found[i], expected, 1e3 * torch.finfo(torch.float64).eps)
 
 
 @pytest.mark.parametrize("C", [2, 3, 65])
-def test_cotangents_come_in_descending_length(likelihood_case, C):
-    lengths = likelihood_case[0].cotangents(some_outputs(C)).square().sum(2)
+def test_rows_of_the_hessian_root_come_in_descending_length(likelihood_case, C):
+    lengths = likelihood_case[0].hessian_root(some_outputs(C)).square().sum(2)
     assert (lengths.diff(dim=1) <= 1e-15).all()
 
 
 @pytest.mark.parametrize("C", [2, 7])
-def test_log_likelihood_is_that_of_torch(likelihood_case, C, dtype):
+def test_the_log_density_is_that_of_torch(likelihood_case, C, dtype):
     likelihood, targets_like, distribution = likelihood_case
     outputs = some_outputs(C).to(dtype)
     targets = targets_like(outputs)
@@ -390,8 +417,8 @@ def test_log_likelihood_is_that_of_torch(likelihood_case, C, dtype):
 
 
 @pytest.mark.parametrize("C", [2, 3, 65])
-def test_cotangents_have_the_dtype_of_the_outputs(likelihood_case, C, dtype):
-    assert likelihood_case[0].cotangents(some_outputs(C).to(dtype)).dtype == dtype
+def test_the_hessian_root_has_the_dtype_of_the_outputs(likelihood_case, C, dtype):
+    assert likelihood_case[0].hessian_root(some_outputs(C).to(dtype)).dtype == dtype
 
 
 def test_good_targets_pass_the_check(likelihood_case):
@@ -407,5 +434,16 @@ def test_every_likelihood_fits_through_the_facade(likelihood_case):
     la = SubspaceLaplace.paper(model, likelihood, dim=4).fit(loader(inputs, targets_like(outputs)))
     prediction = la.predict(inputs)
     assert torch.allclose(prediction.mean, outputs)
-    assert (prediction.probabilities is None) == (likelihood.kind == "regression")
-    assert (prediction.total is None) == (likelihood.kind == "classification")
+    assert prediction.has_probabilities == (likelihood.name == "classification")
+    n, C = outputs.shape
+    if likelihood.name == "regression":
+        with pytest.raises(ValueError, match="'regression' has no probabilities"):
+            _ = prediction.probabilities
+        assert prediction.total.shape == (n, C, C)
+        assert torch.allclose(prediction.total, prediction.covariance + la.noise_std**2 * torch.eye(C).double())
+        assert prediction.interval(0.9).lower.shape == (n, C)
+    else:
+        assert torch.allclose(prediction.probabilities.sum(1), torch.ones(n).double())
+        assert prediction.total.shape == (n,)
+        with pytest.raises(ValueError, match="no interval"):
+            prediction.interval(0.9)

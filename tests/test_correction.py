@@ -7,7 +7,7 @@ import torch
 from dense_reference import dense_jacobian
 from networks import NETWORKS
 from scipy.linalg import eigh
-from test_complement import KINDS, NOISE, Problem, close, dense_outside
+from test_complement import KFAC, KINDS, NOISE, Problem, close, dense_outside
 from test_laplace import loader
 
 from sublaplace import Gaussian, SubspaceLaplace
@@ -28,7 +28,9 @@ class Corrected(Problem):
         self.noise = NOISE**2 if kind == "regression" else 8 / pi
 
     def fit(self, **options):
-        return super().fit(**{"subspace_inputs": self.chosen, "complement": "kfac", **options})
+        if options.get("projector", "") is None:  # as of `fit_outside`: there are no subspace inputs
+            return super().fit(**options)
+        return super().fit(**{"subspace_inputs": self.chosen, "complement": KFAC, **options})
 
     def mistakes(self):
         """The divergences along the generalised eigenvectors, descending, and these."""
@@ -46,7 +48,7 @@ def test_the_subspace_is_that_of_the_directions_with_the_largest_divergences(nam
     problem = Corrected(name, kind)
     divergences, vectors = problem.mistakes()
     dim = next(s for s in range(DIM, 0, -1) if divergences[s - 1] > 1.01 * divergences[s] and divergences[s - 1] > 1e-6)
-    Q = problem.fit(projector="lowrank-correction", dim=dim).projection.double()
+    Q = problem.fit(projector="lowrank-correction", dim=dim).projection_matrix().double()
     P = torch.linalg.solve(problem.precision, problem.rows.T @ vectors[:, :dim])
     expected, _ = torch.linalg.qr(P)
     assert close(Q @ Q.T, expected @ expected.T, 1e-5)
@@ -75,9 +77,9 @@ def test_where_kfac_is_right_the_variance_decides():
     torch.manual_seed(0)
     inputs = torch.randn(30, 4, dtype=torch.float64)
     model = torch.nn.Linear(4, 1, bias=False).double()
-    options = {"noise_std": 0.5, "prior_precision": 1.0, "dim": 3, "complement": "kfac"}
+    options = {"prior_precision": 1.0, "dim": 3, "complement": KFAC}
     batches = loader(inputs, model(inputs).detach() + torch.randn(30, 1).double(), 10)
-    la = SubspaceLaplace.paper(model, "regression", projector="lowrank-correction", **options).fit(batches)
+    la = SubspaceLaplace(model, Gaussian(0.5), projector="lowrank-correction", **options).fit(batches)
     full = SubspaceLaplace.paper(model, Gaussian(0.5), projector="full", prior_precision=1.0).fit(batches)
     assert la.dim == 3
     assert close(la.functional_covariance(inputs), full.functional_covariance(inputs))

@@ -1,7 +1,7 @@
 """Curvature against brute force: the dense GGN, the formula of KFAC written as loops, and curvlinops."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from sublaplace.curvature.operators import DensePart, DiagonalPart, KroneckerPar
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.batches import num_inputs, select
+from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian
@@ -148,7 +149,7 @@ def brute_force_kfac(model, inputs, hessians, reduce=False):
 # The diagonal and the exact GGN ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.name)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_diagonal_equals_that_of_the_dense_ggn(name, likelihood):
     model, inputs = make(name, 7)
@@ -157,7 +158,7 @@ def test_diagonal_equals_that_of_the_dense_ggn(name, likelihood):
     assert close(found, ggn_of(model, inputs, likelihood).diagonal())
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.name)
 @pytest.mark.parametrize("name", ["mlp", "paper-cnn", "transformer"])
 def test_exact_ggn_is_dense_where_rows_are_many_and_dual_where_they_are_few(name, likelihood):
     model, inputs = make(name, 5)
@@ -280,7 +281,7 @@ def test_kfac_of_a_reused_convolution_averages_over_the_positions_of_both_calls(
     assert close(dense_block(precision, parameter), expected)
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.name)
 def test_kfac_is_exact_for_linear_layers_with_a_single_input(likelihood):
     model, inputs = make("mlp", 1)
     precision = kronecker_ggn(stream(model, inputs, likelihood), PRIOR)
@@ -407,7 +408,7 @@ def test_kfac_does_not_depend_on_the_memory_budget(name):
     model, inputs = make(name, 7)
     whole = kronecker_ggn(stream(model, inputs, size=7), PRIOR)
     small = stream(model, inputs, size=7)
-    small.linearization.memory_budget = 1
+    small = replace(small, linearization=Linearization(model, chunks=ChunkPolicy(1)))
     assert small.linearization.chunk_size(inputs) == 1
     parts = kronecker_ggn(small, PRIOR)
     for parameter in whole.layout.names:
@@ -459,7 +460,7 @@ def test_curvature_that_is_not_finite_names_the_parameter(curvature):
 # The GGN in a subspace ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(NOISE)], ids=lambda value: value.name)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_reduced_ggn_equals_the_projected_dense_one_without_its_scale(name, likelihood):
     model, inputs = make(name, 5)
@@ -538,7 +539,7 @@ def test_trace_ratios_are_those_of_the_factored_and_the_exact_blocks(name, size)
     source = stream(model, inputs)
     factored, ggn = kronecker_ggn(source, PRIOR), ggn_of(model, inputs, Categorical())
     parts = [select(inputs, slice(start, start + size)) for start in range(0, 6, size)]
-    found = trace_ratios(source.linearization.jacobian(part, Categorical().cotangents) for part in parts)
+    found = trace_ratios(source.linearization.jacobian(part, Categorical().hessian_root) for part in parts)
     layout = source.linearization.layout
     assert found
     for parameter, ratio in found.items():

@@ -14,7 +14,7 @@ from torch import distributed as group
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from sublaplace import Gaussian, SubspaceLaplace
+from sublaplace import Complement, Drawn, Gaussian, SubspaceLaplace
 from sublaplace.runtime.distributed import Ranks, Share
 
 COUNT = 23  # inputs, in batches of 2: ranks do not get equally many
@@ -29,23 +29,25 @@ def data_of(inputs, targets):
     return DataLoader(TensorDataset(inputs, targets), batch_size=2)
 
 
+KFAC = Complement("kfac", weight=1.0)
 SETTINGS = {
-    "lowrank-kfac": {"dim": 6, "num_subspace_inputs": 7},
-    "lowrank-diagonal": {"dim": 6, "num_subspace_inputs": 7},
-    "lowrank-ggn": {"dim": 6, "num_subspace_inputs": 7},
+    "lowrank-kfac": {"dim": 6, "subspace_inputs": Drawn(7)},
+    "lowrank-diagonal": {"dim": 6, "subspace_inputs": Drawn(7)},
+    "lowrank-ggn": {"dim": 6, "subspace_inputs": Drawn(7)},
     "full": {},
     "subset-diagonal": {"dim": 6},
     "subset-swag": {"dim": 6},
     "last-layer": {},
-    "kfac outside": {"projector": "lowrank-kfac", "dim": 6, "num_subspace_inputs": 7, "complement": "kfac"},
-    "tuned prior": {"projector": "lowrank-kfac", "dim": 6, "num_subspace_inputs": 7, "prior_precision": "marglik"},
+    "kfac outside": {"projector": "lowrank-kfac", "dim": 6, "subspace_inputs": Drawn(7), "complement": KFAC},
+    "tuned prior": {"projector": "lowrank-kfac", "dim": 6, "subspace_inputs": Drawn(7), "prior_precision": "evidence"},
 }
 
 
 def results(settings):
     """What a fit with these settings gives, in this process or this group."""
     model, inputs, targets = problem()
-    la = SubspaceLaplace.paper(model, "classification", **settings).fit(data_of(inputs, targets))
+    la = SubspaceLaplace(model, "classification", **{"complement": None, "prior_precision": 1.0} | settings)
+    la.fit(data_of(inputs, targets))
     found = {
         "covariance": la.functional_covariance(inputs[:5]),
         "evidence": la.log_marginal_likelihood().detach(),
@@ -184,6 +186,46 @@ def test_a_list_of_batches_is_shared_out_as_well(tmp_path):
         assert torch.allclose(found, expected)
 
 
+def own_share(inputs, targets):
+    """The data of this rank alone, which is unlike that of the others in size."""
+    ranks = Ranks.current()
+    bounds = [COUNT * rank * (rank + 1) // (ranks.size * (ranks.size + 1)) for rank in range(ranks.size + 1)]
+    own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+    return data_of(inputs[own], targets[own])
+
+
+def fit_of_own_shares(settings):
+    model, inputs, targets = problem()
+    la = SubspaceLaplace(model, "classification", **{"complement": None, "prior_precision": 1.0} | settings)
+    alone = Ranks.current().size == 1
+    la.fit(data_of(inputs, targets) if alone else own_share(inputs, targets), sharded=not alone)
+    return {"covariance": la.functional_covariance(inputs[:5]), "evidence": la.log_marginal_likelihood().detach()}
+
+
+OWN_SHARES = [(name, 2) for name in SETTINGS if name != "subset-swag"] + [("lowrank-kfac", 3)]
+SWAG_FAULT = "with sharded=True, subset-swag trains on the first rank's share alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*OWN_SHARES, pytest.param("subset-swag", 2, marks=pytest.mark.xfail(reason=SWAG_FAULT, strict=True))],
+)
+def test_loaders_that_hold_a_share_each_give_the_posterior_of_a_single_process(name, size, tmp_path):
+    settings = {"projector": name} | SETTINGS[name]
+    expected = fit_of_own_shares(settings)
+    tolerance = 1e-6 if name == "tuned prior" else 1e-8
+    for found in on_ranks(size, tmp_path, fit_of_own_shares, settings):
+        assert not isinstance(found, str), found
+        for key, value in expected.items():
+            assert torch.allclose(found[key], value, rtol=tolerance, atol=tolerance / 100), key
+
+
+def test_a_share_in_a_single_process_is_refused():
+    model, inputs, targets = problem("mlp")
+    with pytest.raises(ValueError, match="sharded=True has no effect in a single process"):
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets), sharded=True)
+
+
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
@@ -260,17 +302,24 @@ def test_a_checkpoint_in_a_group_is_refused(tmp_path):
         assert "single process" in outcome
 
 
-def bounds_after_the_group():
+def bounds_after_the_group(sharded):
     model, inputs, targets = problem("mlp")
-    la = SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets))
+    data = own_share(inputs, targets) if sharded else data_of(inputs, targets)
+    la = SubspaceLaplace.paper(model, "classification", dim=4).fit(data, sharded=sharded)
     group.destroy_process_group()
     la(inputs)  # predictions need nobody else
     la.bounds(inputs)
 
 
-def test_the_data_of_a_group_that_has_ended_are_not_read_in_part(tmp_path):
-    for outcome in on_ranks(2, tmp_path, bounds_after_the_group):
-        assert "process group that has ended" in outcome
+ENDED_FAULT = "after sharded=True, reading data of an ended group gives torch's error, not ours"
+
+
+@pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=pytest.mark.xfail(reason=ENDED_FAULT, strict=True))]
+)
+def test_the_data_of_a_group_that_has_ended_are_not_read_in_part(sharded, tmp_path):
+    for outcome in on_ranks(2, tmp_path, bounds_after_the_group, sharded):
+        assert "process group that has ended" in str(outcome)
 
 
 def test_without_a_group_there_is_one_rank():

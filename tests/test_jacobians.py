@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +6,7 @@ from networks import NETWORKS, make
 from torch import nn
 
 from sublaplace.jacobians.blocks import OuterBlock, RowBlock
+from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.linearization import Linearization
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -205,7 +204,7 @@ def test_relu_before_max_pooling_gets_the_same_outputs_and_gradients_as_by_plain
 @pytest.mark.parametrize("name", ["paper-cnn", "transformer", "lstm"])
 def test_chunks_under_any_budget_give_the_same_rows(name, budget):
     model, inputs = make(name, 7)
-    linearization = Linearization(model, memory_budget=budget)
+    linearization = Linearization(model, chunks=ChunkPolicy(budget))
     chunks = list(linearization.chunks(inputs))
     assert {1: len(chunks) == 7, 10**9: len(chunks) == 1}.get(budget, True)
     rows = torch.cat([chunk.dense_rows() for chunk in chunks])
@@ -214,15 +213,14 @@ def test_chunks_under_any_budget_give_the_same_rows(name, budget):
 
 def test_chunks_beside_a_large_projection_are_larger_within_a_quarter_of_it_and_the_budget():
     model, inputs = nn.Sequential(nn.Linear(3000, 2000), nn.Tanh(), nn.Linear(2000, 10)), torch.randn(5, 3000)
-    alone = Linearization(model, memory_budget=2**40)
-    beside, less = replace(alone, num_vectors=3000), replace(alone, num_vectors=800)
+    alone, beside, less = (Linearization(model, chunks=ChunkPolicy(2**40, vectors)) for vectors in (0, 3000, 800))
     assert beside.chunk_size(inputs) == -(-256 // 10)  # 256 rows of ten outputs, and no more
     assert alone.chunk_size(inputs) < less.chunk_size(inputs) < beside.chunk_size(inputs)
     assert beside.chunk_size(inputs, row_by_row=True) == alone.chunk_size(inputs, row_by_row=True)
-    assert replace(beside, memory_budget=1).chunk_size(inputs) == 1
-    with alone.beside(3000):
-        assert alone.chunk_size(inputs) == beside.chunk_size(inputs)
-    assert alone.num_vectors == 0
+    assert Linearization(model, chunks=ChunkPolicy(1, 3000)).chunk_size(inputs) == 1
+    before = alone.chunk_size(inputs)
+    assert alone.chunk_size(inputs, num_vectors=3000) == beside.chunk_size(inputs)
+    assert beside.chunk_size(inputs, num_vectors=0) == alone.chunk_size(inputs) == before
     assert [len(chunk.outputs) for chunk in beside.chunks(torch.randn(28, 3000))] == [26, 2]
 
 

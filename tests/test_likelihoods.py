@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from dense_reference import softmax_hessians
-from sublaplace.model.likelihoods.protocol import significant
 from torch.distributions import MultivariateNormal, kl_divergence
 
+from sublaplace.model.likelihoods.base import significant
 from sublaplace.model.likelihoods.bernoulli import Bernoulli
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian
@@ -31,7 +31,7 @@ def products(cotangents):
 @pytest.mark.parametrize(("C", "K"), [(2, 1), (3, 2), (10, 9), (64, 63), (65, 65), (100, 100)])
 def test_a_categorical_needs_one_direction_less_than_classes_until_the_columns_are_taken(C, K):
     outputs = logits(C)
-    R = Categorical().cotangents(outputs)
+    R = Categorical().hessian_root(outputs)
     assert R.shape == (6, K, C)
     assert torch.allclose(products(R), softmax_hessians(outputs), rtol=0, atol=100 * EPS)
 
@@ -39,7 +39,7 @@ def test_a_categorical_needs_one_direction_less_than_classes_until_the_columns_a
 @pytest.mark.parametrize("C", [2, 3, 10])
 def test_cotangents_are_eigenvectors_of_the_output_hessian_that_do_not_see_a_common_shift(C):
     outputs = logits(C)
-    R = Categorical().cotangents(outputs)
+    R = Categorical().hessian_root(outputs)
     crossed = R @ R.transpose(1, 2)  # eigenvectors are orthogonal: the eigenvalues on the diagonal, nothing beside it
     values = torch.linalg.eigvalsh(softmax_hessians(outputs))[:, 1:].flip(1)
     assert torch.allclose(crossed, torch.diag_embed(values), rtol=0, atol=100 * EPS)
@@ -49,7 +49,7 @@ def test_cotangents_are_eigenvectors_of_the_output_hessian_that_do_not_see_a_com
 @pytest.mark.parametrize("C", [2, 3, 10, 70])
 def test_cotangents_do_not_change_the_hessian_when_all_logits_move_together(C):
     outputs = logits(C)
-    one, other = (products(Categorical().cotangents(f)) for f in (outputs, outputs + 100))
+    one, other = (products(Categorical().hessian_root(f)) for f in (outputs, outputs + 100))
     assert torch.allclose(one, other, rtol=0, atol=1e4 * EPS)
 
 
@@ -57,7 +57,7 @@ def test_cotangents_do_not_change_the_hessian_when_all_logits_move_together(C):
 def test_cotangents_of_a_saturated_output_are_zero_and_finite(C):
     outputs = torch.zeros(1, C, dtype=torch.float64)
     outputs[0, 0] = 1e4
-    R = Categorical().cotangents(outputs)
+    R = Categorical().hessian_root(outputs)
     assert torch.isfinite(R).all()
     assert R.abs().max() <= 10 * EPS
 
@@ -65,14 +65,14 @@ def test_cotangents_of_a_saturated_output_are_zero_and_finite(C):
 @pytest.mark.parametrize("C", [2, 5, 70])
 def test_cotangents_of_float32_outputs_are_formed_in_double_precision(C):
     outputs = logits(C).float()
-    R = Categorical().cotangents(outputs)
+    R = Categorical().hessian_root(outputs)
     assert R.dtype == torch.float32
     expected = softmax_hessians(outputs)
     assert (products(R.double()) - expected).abs().max() <= 10 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
 def test_log_likelihood_of_a_label_without_probability_is_finite_and_very_small():
-    found = Categorical().log_likelihood(torch.tensor([[1000.0, 0.0]]), torch.tensor([1]))
+    found = Categorical().log_density(torch.tensor([[1000.0, 0.0]]), torch.tensor([1]))
     assert found.item() == -1000.0
 
 
@@ -90,7 +90,7 @@ def test_labels_of_any_integer_dtype_are_labels():
 
 def test_the_noise_of_a_gaussian_is_in_its_scale_and_not_in_its_root():
     outputs = logits(3)
-    assert torch.equal(Gaussian(0.2).cotangents(outputs), Gaussian(5.0).cotangents(outputs))
+    assert torch.equal(Gaussian(0.2).hessian_root(outputs), Gaussian(5.0).hessian_root(outputs))
     assert Gaussian(0.2).curvature_scales == pytest.approx((25.0,), rel=4 * EPS)
     assert Gaussian(0.2).with_noise(0.5) == Gaussian(0.5)
 
@@ -113,7 +113,7 @@ def dropped_share(cotangents, counts):
 @pytest.mark.parametrize("C", [2, 3, 10, 70])
 @pytest.mark.parametrize("tolerance", [1e-8, 1e-4, 1e-2, 0.3])
 def test_the_dropped_share_is_no_more_than_the_tolerance_and_no_direction_more_could_be_dropped(C, tolerance):
-    cotangents = Categorical().cotangents(logits(C, n=40, scale=8.0))
+    cotangents = Categorical().hessian_root(logits(C, n=40, scale=8.0))
     counts = significant(cotangents, tolerance)
     assert counts.shape == (40,)
     assert dropped_share(cotangents, counts) <= tolerance * (1 + 100 * EPS)
@@ -123,13 +123,13 @@ def test_the_dropped_share_is_no_more_than_the_tolerance_and_no_direction_more_c
 
 
 def test_a_tolerance_of_zero_keeps_every_direction():
-    cotangents = Categorical().cotangents(logits(5, n=7))
+    cotangents = Categorical().hessian_root(logits(5, n=7))
     cotangents[2] = 0
     assert significant(cotangents, 0.0).tolist() == [4] * 7
 
 
 def test_inputs_without_curvature_need_no_direction():
-    cotangents = Categorical().cotangents(logits(5, n=7))
+    cotangents = Categorical().hessian_root(logits(5, n=7))
     cotangents[2] = 0
     assert significant(cotangents, 1e-8)[2] == 0
     assert (significant(cotangents, 1e-8)[[0, 1, 3]] > 0).all()
@@ -148,7 +148,9 @@ def test_directions_of_equal_length_are_not_dropped_beyond_the_tolerance(toleran
 
 
 def test_many_equal_inputs_are_not_all_dropped():
-    cotangents = Categorical().cotangents(torch.cat([logits(3, n=2), torch.tensor([[9.0, 0.0, -9.0]]).repeat(500, 1)]))
+    cotangents = Categorical().hessian_root(
+        torch.cat([logits(3, n=2), torch.tensor([[9.0, 0.0, -9.0]]).repeat(500, 1)])
+    )
     for tolerance in (1e-4, 1e-3, 1e-2):
         assert dropped_share(cotangents, significant(cotangents, tolerance)) <= tolerance
 

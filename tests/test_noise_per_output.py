@@ -15,7 +15,7 @@ from dense_reference import (
 )
 from networks import make
 from test_curvature import brute_force_kfac, dense_block
-from test_laplace import loader
+from test_laplace import loader, sized
 from test_prior import same_basis, squared_norm, stationary_prior
 from torch.distributions import MultivariateNormal, Normal
 
@@ -48,12 +48,12 @@ def stds_of(model, inputs):
     return STDS[: dense_outputs(model, inputs).shape[1]]
 
 
-def fitted(name="mlp", n=12, dtype=torch.float64, noise="given", size=6, **options):
+def fitted(
+    name="mlp", n=12, dtype=torch.float64, noise="given", size=6, projector="lowrank-kfac", prior_precision=PRIOR
+):
     model, inputs, targets = problem(name, n, dtype)
-    noise_std = stds_of(model, inputs) if noise == "given" else noise
-    la = SubspaceLaplace.paper(
-        model, "regression", **{"dim": 6, "prior_precision": PRIOR, "noise_std": noise_std} | options
-    )
+    noise_std = stds_of(model, inputs) if isinstance(noise, str) and noise == "given" else noise
+    la = SubspaceLaplace.paper(model, Gaussian(noise_std), prior_precision=prior_precision, **sized(projector, 6))
     return la.fit(loader(inputs, targets, size)), inputs, targets
 
 
@@ -88,18 +88,18 @@ def close(value, expected, tolerance):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("size", [5, 12])
-def test_the_estimated_noise_of_each_output_is_the_spread_of_its_residuals(size, dtype):
+def test_the_estimated_noise_of_each_output_is_the_root_mean_square_of_its_residuals(size, dtype):
     la, inputs, targets = fitted(dtype=dtype, noise="per-output", size=size, projector="subset-magnitude")
     residuals = targets.double() - dense_outputs(la.model, inputs)
     assert isinstance(la.noise_std, tuple)
     relative = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    assert la.noise_std == pytest.approx(residuals.std(0, correction=0).tolist(), rel=relative)
+    assert la.noise_std == pytest.approx(residuals.square().mean(0).sqrt().tolist(), rel=relative)
 
 
 def test_the_pooled_noise_is_another_one():
     la, inputs, targets = fitted(noise=None)
     residuals = targets - dense_outputs(la.model, inputs)
-    assert la.noise_std == pytest.approx(float(residuals.std(correction=0)), rel=1e-12)
+    assert la.noise_std == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-12)
     assert la.noise_std != pytest.approx(fitted(noise="per-output")[0].noise_std[0], rel=0.1)
 
 
@@ -130,8 +130,8 @@ def test_the_noise_may_be_given_in_every_usual_form(given):
 
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "lowrank-diagonal", "lowrank-ggn", "full"])
 def test_equal_noises_are_the_same_as_one(projector):
-    several, inputs, _ = fitted(noise_std=[0.4, 0.4], projector=projector)
-    one, *_ = fitted(noise_std=0.4, projector=projector)
+    several, inputs, _ = fitted(noise=[0.4, 0.4], projector=projector)
+    one, *_ = fitted(noise=0.4, projector=projector)
     assert close(several.functional_covariance(inputs), one.functional_covariance(inputs), 1e-8)
     assert close(several.predict(inputs).total, one.predict(inputs).total, 1e-8)
     for prior in (0.01, PRIOR, 30.0):
@@ -140,8 +140,8 @@ def test_equal_noises_are_the_same_as_one(projector):
 
 
 def test_one_noise_in_a_list_is_one_for_all_outputs():
-    listed, inputs, _ = fitted(noise_std=[0.4])
-    one, *_ = fitted(noise_std=0.4)
+    listed, inputs, _ = fitted(noise=[0.4])
+    one, *_ = fitted(noise=0.4)
     assert listed.noise_std == (0.4,)
     assert torch.equal(listed.predict(inputs).total, one.predict(inputs).total)
     tuned = listed.optimize_prior_precision(tune_noise=True).noise_std
@@ -227,7 +227,7 @@ FORMS = pytest.mark.parametrize(("n", "form"), [(6, DualPrecision), (60, DensePr
 @FORMS
 def test_the_full_posterior_equals_brute_force(n, form):
     la, inputs, targets = fitted(n=n, projector="full")
-    assert isinstance(la._posterior, form)
+    assert isinstance(la._state.posterior, form)
     expected = full_covariance(dense_jacobian(la.model, inputs[:4]), precision_matrix(la.model, inputs, la.noise_std))
     assert close(la.functional_covariance(inputs[:4], joint=True), expected, 1e-8)
     for prior in (1e-3, PRIOR, 50.0):
@@ -242,7 +242,7 @@ def test_the_full_posterior_equals_brute_force(n, form):
 @FORMS
 def test_the_full_posterior_refuses_other_noises_and_stays_as_it_is(n, form):
     la, inputs, _ = fitted(n=n, projector="full")
-    assert isinstance(la._posterior, form)
+    assert isinstance(la._state.posterior, form)
     before = la.predict(inputs).total
     with pytest.raises(ValueError, match=r"cannot be changed after the fit: fit again with it, or use a subspace"):
         la.log_marginal_likelihood(noise_std=torch.tensor([0.5, 0.6]))
@@ -262,7 +262,7 @@ def test_the_log_predictive_is_that_of_a_gaussian_with_both_uncertainties():
     ]
     assert torch.allclose(Gaussian(STDS).log_predictive(f, covariance, y), torch.stack(expected), rtol=1e-5)
     likelihood = [Normal(f[i], torch.tensor(STDS, dtype=torch.float64)).log_prob(y[i]).sum() for i in range(7)]
-    assert torch.allclose(Gaussian(STDS).log_likelihood(f, y), torch.stack(likelihood), rtol=1e-12)
+    assert torch.allclose(Gaussian(STDS).log_density(f, y), torch.stack(likelihood), rtol=1e-12)
 
 
 def test_validation_finds_the_prior_of_the_greatest_density():
@@ -353,8 +353,8 @@ def test_tuned_noises_are_stationary_and_give_the_posterior_of_a_fit_with_them(n
     assert la.updated(loader(inputs + 1, targets, 6)).noise_std == la.noise_std
 
 
-def test_fitting_with_marglik_takes_the_prior_of_the_greatest_kfac_evidence():
-    la, inputs, _ = fitted(prior_precision="marglik", noise="per-output")
+def test_fitting_with_the_evidence_takes_the_prior_of_the_greatest_kfac_evidence():
+    la, inputs, _ = fitted(prior_precision="evidence", noise="per-output")
     blocks = brute_force_kfac(la.model, inputs, hessians(dense_outputs(la.model, inputs), la.noise_std))
     eigenvalues = torch.cat([torch.linalg.eigvalsh(block).clamp_min(0) for block in blocks.values()])
     assert la.prior_precision == pytest.approx(stationary_prior(eigenvalues, squared_norm(la.model)), rel=1e-5)
@@ -377,13 +377,11 @@ def test_truncation_and_another_prior_need_no_data():
 def test_an_update_equals_a_fit_on_both_data_sets_in_the_same_subspace(noise, dtype):
     model, inputs, targets = problem(n=20, dtype=dtype)
     noise_std = STDS[:2] if noise == "given" else noise
-    options = {"dim": 5, "prior_precision": PRIOR, "noise_std": noise_std}
-    la = SubspaceLaplace.paper(model, "regression", **options).fit(loader(inputs[:9], targets[:9]))
+    likelihood, options = Gaussian(noise_std), {"dim": 5, "prior_precision": PRIOR}
+    la = SubspaceLaplace.paper(model, likelihood, **options).fit(loader(inputs[:9], targets[:9]))
     before = la.noise_std
     updated = la.updated(loader(inputs[9:], targets[9:]))
-    both = SubspaceLaplace.paper(model, "regression", projector=same_basis(la), **options).fit(
-        loader(inputs, targets, 6)
-    )
+    both = SubspaceLaplace.paper(model, likelihood, projector=same_basis(la), **options).fit(loader(inputs, targets, 6))
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}[dtype]
     assert updated.noise_std == pytest.approx(both.noise_std, rel=tolerance)
     assert (updated.noise_std == before) == (noise == "given") and la.noise_std == before
@@ -407,8 +405,8 @@ def test_a_loaded_posterior_is_the_same_and_goes_on_the_same_way(projector, nois
     other = torch.tensor([0.5, 0.6], dtype=torch.float64)
     assert loaded.log_marginal_likelihood(2.0, other) == la.log_marginal_likelihood(2.0, other)
     more = loader(inputs + 1, targets, 6)
-    assert loaded.update(more).noise_std == la.updated(more).noise_std
-    assert torch.equal(loaded.update(more).predict(inputs).total, la.updated(more).predict(inputs).total)
+    assert loaded.updated(more).noise_std == la.updated(more).noise_std
+    assert torch.equal(loaded.updated(more).predict(inputs).total, la.updated(more).predict(inputs).total)
 
 
 def test_residuals_joined_from_parts_are_those_of_the_whole():
@@ -418,8 +416,11 @@ def test_residuals_joined_from_parts_are_those_of_the_whole():
     for start in range(0, 50, 7):
         parts = parts.joined(Residuals.of(values[start : start + 7]))
     # A mean far from zero: squares summed as they are would have lost these digits.
-    assert parts.standard_deviations() == pytest.approx(values.std(0, correction=0).tolist(), rel=1e-8)
-    assert parts.standard_deviation() == pytest.approx(float(values.std(correction=0)), rel=1e-8)
+    assert (parts.spread / parts.count).sqrt().tolist() == pytest.approx(values.std(0, correction=0).tolist(), rel=1e-8)
+    pooled = parts.pooled()
+    assert float((pooled.spread / pooled.count).sqrt()) == pytest.approx(float(values.std(correction=0)), rel=1e-8)
+    assert parts.root_mean_squares() == pytest.approx(values.square().mean(0).sqrt().tolist(), rel=1e-12)
+    assert parts.root_mean_square() == pytest.approx(float(values.square().mean().sqrt()), rel=1e-12)
     for one, other in zip(parts.sums, whole.sums, strict=True):
         assert torch.allclose(one, other, rtol=1e-8)
     stds = torch.tensor(STDS, dtype=torch.float64)
@@ -463,20 +464,24 @@ def test_the_evidence_wants_as_many_noises_as_there_were():
         several.log_marginal_likelihood(noise_std=torch.tensor([0.1, 0.2, 0.3]))
     with pytest.raises(ValueError, match="holds 1 numbers, but the posterior was fitted with 2"):
         several.log_marginal_likelihood(noise_std=0.4)
-    one, *_ = fitted(noise_std=0.4)
+    one, *_ = fitted(noise=0.4)
     with pytest.raises(ValueError, match="holds 2 numbers, but the posterior was fitted with 1"):
         one.log_marginal_likelihood(noise_std=torch.tensor([0.1, 0.2]))
     with pytest.raises(ValueError, match="positive and finite"):
         several.log_marginal_likelihood(noise_std=torch.tensor([0.1, -0.2]))
 
 
-def test_an_output_without_any_spread_has_no_noise_to_estimate():
+def test_a_constant_residual_is_noise_and_none_at_all_is_not():
     model, inputs, targets = problem()
     with torch.no_grad():
         model[4].weight[1] = 0  # the second output is its bias
         targets[:, 1] = model[4].bias[1] + 0.5
-    with pytest.raises(ValueError, match=r"residuals are all equal.*give noise_std"):
-        SubspaceLaplace.paper(model, Gaussian("per-output")).fit(loader(inputs, targets, 6))
+    shifted = SubspaceLaplace.paper(model, Gaussian("per-output"), dim=3).fit(loader(inputs, targets, 6))
+    assert shifted.noise_std[1] == pytest.approx(0.5, rel=1e-12)
+    with torch.no_grad():
+        targets[:, 1] = model[4].bias[1]
+    with pytest.raises(ValueError, match=r"residuals are all zero.*give noise_std, as in Gaussian\(0\.1\)"):
+        SubspaceLaplace.paper(model, Gaussian("per-output"), dim=3).fit(loader(inputs, targets, 6))
     pooled = SubspaceLaplace.paper(model, "regression", dim=3).fit(loader(inputs, targets, 6))
     assert pooled.noise_std > 0
 

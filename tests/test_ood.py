@@ -6,17 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from sublaplace import Prediction, SubspaceLaplace, metrics
+from sublaplace import Bernoulli, Categorical, Gaussian, Prediction, SubspaceLaplace, metrics
+from sublaplace.model.likelihoods.links import Covariance
 from sublaplace.ood import epistemic_variance, predictive_entropy
+
+
+def predicted(mean, covariance, likelihood):
+    return Prediction(mean, likelihood, Covariance(covariance.diagonal(dim1=1, dim2=2), lambda: covariance))
 
 
 def test_entropy_and_variance_by_hand():
     probabilities = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
     covariance = torch.tensor([[1.0, 9.0, 9.0], [9.0, 2.0, 9.0], [9.0, 9.0, 6.0]]).expand(3, 3, 3)
-    prediction = Prediction(torch.zeros(3, 3), covariance, probabilities)
-    assert predictive_entropy(prediction).tolist() == pytest.approx([log(2), 0.0, log(3)])
-    assert epistemic_variance(prediction).tolist() == pytest.approx([3.0, 3.0, 3.0])
-    assert epistemic_variance(prediction).dtype == predictive_entropy(prediction).dtype == torch.float64
+    certain = predicted(probabilities.log().clamp_min(-1e4), torch.zeros(3, 3, 3), Categorical())
+    assert predictive_entropy(certain).tolist() == pytest.approx([log(2), 0.0, log(3)])
+    uncertain = predicted(torch.zeros(3, 3), covariance, Categorical())
+    assert epistemic_variance(uncertain).tolist() == pytest.approx([3.0, 3.0, 3.0])
+    assert epistemic_variance(uncertain).dtype == predictive_entropy(uncertain).dtype == torch.float64
 
 
 def test_inputs_far_from_the_training_data_score_higher():
@@ -39,6 +45,6 @@ def test_inputs_far_from_the_training_data_score_higher():
 def test_what_is_no_distribution_over_classes_has_no_entropy():
     covariance = torch.ones(2, 2, 2)
     with pytest.raises(ValueError, match="regression has no predictive entropy"):
-        predictive_entropy(Prediction(torch.zeros(2, 2), covariance, total=covariance))
+        predictive_entropy(predicted(torch.zeros(2, 2), covariance, Gaussian(0.1)))
     with pytest.raises(ValueError, match="yes/no outputs"):
-        predictive_entropy(Prediction(torch.zeros(2, 2), covariance, torch.full((2, 2), 0.9)))
+        predictive_entropy(predicted(torch.full((2, 2), 3.0), covariance, Bernoulli()))

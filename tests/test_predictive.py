@@ -5,8 +5,16 @@ import math
 import pytest
 import torch
 
-from sublaplace import Prediction
-from sublaplace.model.likelihoods.links import LINKS, laplace_bridge, mean_softmax, monte_carlo, probit, symmetric_root
+from sublaplace import Categorical, Gaussian, Prediction
+from sublaplace.model.likelihoods.links import (
+    LINKS,
+    Covariance,
+    laplace_bridge,
+    mean_softmax,
+    monte_carlo,
+    probit,
+    symmetric_root,
+)
 
 EPS = torch.finfo(torch.float64).eps
 CLASSES = [2, 3, 10, 70]
@@ -148,10 +156,73 @@ def test_the_symmetric_root_squares_to_the_matrix_also_where_it_is_singular(rank
     assert torch.allclose(root @ root, covariance, atol=1e-7)
 
 
-def test_a_prediction_is_a_plain_record():
-    outputs, covariance = gaussian_outputs(2)
-    prediction = Prediction(outputs, covariance)
-    assert prediction.probabilities is None
-    assert prediction.total is None
+def predicted(likelihood, outputs, covariance, **options):
+    """A prediction, and a list that grows each time its covariances are formed."""
+    formed = []
+
+    def form():
+        formed.append(True)
+        return covariance
+
+    uncertainty = Covariance(covariance.diagonal(dim1=1, dim2=2), form)
+    return Prediction(outputs, likelihood, uncertainty, **options), formed
+
+
+def test_a_prediction_cannot_be_changed():
+    prediction, _ = predicted(Categorical(), *gaussian_outputs(2))
     with pytest.raises(AttributeError):
-        prediction.mean = covariance
+        prediction.mean = torch.zeros(5, 2)
+
+
+def test_a_prediction_of_regression_has_covariances_and_no_probabilities():
+    outputs, covariance = gaussian_outputs(2)
+    prediction, _ = predicted(Gaussian((0.5, 2.0)), outputs, covariance)
+    noise = torch.diag(torch.tensor([0.25, 4.0], dtype=torch.float64))
+    assert not prediction.has_probabilities
+    with pytest.raises(ValueError, match="'regression' has no probabilities; use mean, variance and interval"):
+        _ = prediction.probabilities
+    assert torch.equal(prediction.covariance, covariance)
+    assert torch.equal(prediction.epistemic, covariance)
+    assert torch.allclose(prediction.aleatoric, noise.expand(5, 2, 2))
+    assert torch.allclose(prediction.total, covariance + noise)
+
+
+def test_a_prediction_of_classes_splits_its_entropy():
+    outputs, covariance = gaussian_outputs(3, scale=3.0)
+    prediction, _ = predicted(Categorical(), outputs, covariance)
+    entropy = -(prediction.probabilities * prediction.probabilities.log()).sum(1)
+    assert torch.allclose(prediction.total, entropy)
+    assert torch.equal(prediction.epistemic, prediction.mutual_information)
+    assert (prediction.epistemic > 0).all()
+    assert torch.allclose(prediction.aleatoric + prediction.epistemic, prediction.total)
+    with pytest.raises(ValueError, match="Classes have no interval"):
+        prediction.interval()
+
+
+def test_covariances_are_formed_only_where_they_are_needed():
+    outputs, covariance = gaussian_outputs(3)
+    prediction, formed = predicted(Categorical(), outputs, covariance)
+    assert torch.allclose(prediction.probabilities, probit(outputs, covariance.diagonal(dim1=1, dim2=2)))
+    assert torch.equal(prediction.variance, covariance.diagonal(dim1=1, dim2=2))
+    assert torch.isfinite(prediction.total).all()
+    assert not formed
+    assert torch.equal(prediction.covariance, covariance)
+    assert formed
+    drawn, formed = predicted(Categorical(), outputs, covariance, link="mc", samples=50)
+    assert torch.isfinite(drawn.probabilities).all()
+    assert formed
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_an_interval_is_central_and_knows_the_noise(level):
+    outputs, covariance = gaussian_outputs(2)
+    prediction, formed = predicted(Gaussian(0.5), outputs, covariance)
+    lower, upper = prediction.interval(level)
+    spread = (covariance.diagonal(dim1=1, dim2=2) + 0.25).sqrt()
+    normal = torch.distributions.Normal(outputs, spread)
+    for end, share in ((lower, (1 - level) / 2), (upper, (1 + level) / 2)):
+        assert torch.allclose(normal.cdf(end), torch.full_like(end, share))
+    assert not formed
+    for wrong in (0.0, 1.0, -1.0):
+        with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+            prediction.interval(wrong)

@@ -9,17 +9,28 @@ import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians, subspace_covariance
 from networks import make
 from safetensors.torch import load_file
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 from torch import nn
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
-from sublaplace import Basis, Categorical, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace, metrics
+from sublaplace import (
+    Basis,
+    Categorical,
+    Complement,
+    DensePrecision,
+    DualPrecision,
+    Gaussian,
+    Subset,
+    SubspaceLaplace,
+    metrics,
+)
 from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.precision import EigenvalueOccam
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.residuals import Residuals
-from sublaplace.posteriors.evidence import EigenvalueOccam, Evidence
+from sublaplace.posteriors.evidence import Evidence
 
 FIXTURE = Path(__file__).parent / "fixtures" / "laplace_torch_marglik.safetensors"
 KINDS = ["classification", "given noise", "estimated noise"]
@@ -29,7 +40,7 @@ PRIOR, NOISE = 0.7, 0.4
 def likelihood_of(kind):
     if kind == "classification":
         return {"likelihood": "classification"}
-    return {"likelihood": "regression", "noise_std": NOISE if kind == "given noise" else None}
+    return {"likelihood": Gaussian(NOISE) if kind == "given noise" else "regression"}
 
 
 def problem(kind, n=12, name="mlp", dtype=torch.float64, seed=0):
@@ -43,9 +54,9 @@ def problem(kind, n=12, name="mlp", dtype=torch.float64, seed=0):
     return model, inputs, (outputs + 0.3 + 0.5 * noise).to(dtype)
 
 
-def fitted(kind, n=12, name="mlp", prior=PRIOR, **options):
+def fitted(kind, n=12, name="mlp", prior=PRIOR, projector="lowrank-kfac", dim=6):
     model, inputs, targets = problem(kind, n, name)
-    la = SubspaceLaplace(model, **likelihood_of(kind), prior_precision=prior, **{"dim": 6} | options)
+    la = SubspaceLaplace.paper(model, **likelihood_of(kind), prior_precision=prior, **sized(projector, dim))
     return la.fit(loader(inputs, targets, size=max(5, n // 3))), inputs, targets
 
 
@@ -105,7 +116,7 @@ def close(value, expected, tolerance):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_evidence_of_the_full_posterior_equals_brute_force(kind, n, form):
     la, inputs, targets = fitted(kind, n, projector="full")
-    assert isinstance(la._posterior, form)
+    assert isinstance(la._state.posterior, form)
     noise = la.noise_std or 1.0
     found = la.log_marginal_likelihood()
     assert found.dtype == torch.float64 and found.shape == ()
@@ -157,8 +168,7 @@ def test_another_noise_gives_the_evidence_of_a_fit_with_it(kind, projector):
         again = SubspaceLaplace.paper(
             la.model,
             Gaussian(noise),
-            projector=projector if P is None else same_basis(la),
-            dim=6,
+            **sized(projector if P is None else same_basis(la), 6),
             prior_precision=PRIOR,
         ).fit(loader(inputs, targets))
         assert float(again.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-9)
@@ -173,7 +183,7 @@ def test_the_evidence_with_as_many_dimensions_as_parameters_is_the_full_one(kind
     layout = full._layout
     everything = [Basis(layout, layout.unflatten(rotation)), Subset(layout, torch.arange(p).flip(0), torch.float64)]
     for projection in everything:
-        la = SubspaceLaplace(
+        la = SubspaceLaplace.paper(
             full.model, **likelihood_of(kind), projector=lambda _, P=projection: P, dim=p, prior_precision=PRIOR
         ).fit(loader(inputs, targets))
         assert la.dim == p
@@ -229,7 +239,7 @@ def some_evidence(norm, noisy, seed=0):
     eigenvalues = torch.cat([10 ** (6 * torch.rand(20, generator=generator).double() - 3), torch.zeros(5).double()])
     residuals = Residuals.of(0.1 + 0.5 * torch.randn(200, 1, generator=generator, dtype=torch.float64))
     fit = residuals.log_likelihood if noisy else lambda _: torch.tensor(-40.0, dtype=torch.float64)
-    return Evidence(fit, EigenvalueOccam(eigenvalues, noisy), norm, noisy)
+    return Evidence(fit, EigenvalueOccam(eigenvalues, 1.0), norm, None if noisy else (1.0,))
 
 
 def derivatives(evidence, prior, noise):
@@ -256,9 +266,9 @@ def test_the_best_prior_is_stationary_and_beats_a_fine_grid(norm, noisy):
 
 
 def test_the_best_prior_stays_inside_of_its_bounds_where_there_is_no_maximum():
-    grows = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.ones(3).double(), False), 0.0, False)
+    grows = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.ones(3).double(), 1.0), 0.0, (1.0,))
     assert grows.best_prior(1.0, high=1e4) == pytest.approx(1e4, rel=1e-4)
-    falls = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.zeros(3).double(), False), 2.0, False)
+    falls = Evidence(lambda _: torch.tensor(0.0).double(), EigenvalueOccam(torch.zeros(3).double(), 1.0), 2.0, (1.0,))
     assert falls.best_prior(1.0, low=1e-4) == pytest.approx(1e-4, rel=1e-4)
 
 
@@ -286,10 +296,10 @@ def test_without_noise_only_the_prior_is_tuned():
 
 @pytest.mark.parametrize("name", ["mlp", "paper-cnn"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fitting_with_marglik_takes_the_prior_of_the_greatest_kfac_evidence(kind, name):
+def test_fitting_with_the_evidence_takes_the_prior_of_the_greatest_kfac_evidence(kind, name):
     model, inputs, targets = problem(kind, 12, name)
     batches = loader(inputs, targets, size=5)
-    la = SubspaceLaplace(model, **likelihood_of(kind), dim=5, prior_precision="marglik")
+    la = SubspaceLaplace.paper(model, **likelihood_of(kind), dim=5, prior_precision="evidence")
     assert la.prior_precision is None
     assert la.fit(batches) is la
     likelihood = Categorical() if kind == "classification" else Gaussian(la.noise_std)
@@ -302,30 +312,36 @@ def test_fitting_with_marglik_takes_the_prior_of_the_greatest_kfac_evidence(kind
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fitting_with_marglik_builds_the_subspace_at_the_prior_it_found(kind, dtype):
+def test_fitting_with_the_evidence_builds_the_subspace_at_the_prior_it_found(kind, dtype):
     model, inputs, targets = problem(kind, 12, "paper-cnn", dtype)
     batches = loader(inputs, targets, size=5)
 
     def fit(prior):
-        return SubspaceLaplace(model, **likelihood_of(kind), dim=5, prior_precision=prior).fit(batches)
+        return SubspaceLaplace.paper(model, **likelihood_of(kind), dim=5, prior_precision=prior).fit(batches)
 
-    la = fit("marglik")
+    la = fit("evidence")
     same, other = fit(la.prior_precision), fit(100 * la.prior_precision)
     assert la.noise_std == same.noise_std and la.prior_precision == same.prior_precision
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
-    assert close(la.projection_matrix() @ la.projection_matrix().T, same.projection @ same.projection.T, tolerance)
-    assert not close(la.projection_matrix() @ la.projection_matrix().T, other.projection @ other.projection.T, 1e-2)
+    assert close(
+        la.projection_matrix() @ la.projection_matrix().T,
+        same.projection_matrix() @ same.projection_matrix().T,
+        tolerance,
+    )
+    assert not close(
+        la.projection_matrix() @ la.projection_matrix().T, other.projection_matrix() @ other.projection_matrix().T, 1e-2
+    )
     assert close(la.functional_covariance(inputs), same.functional_covariance(inputs), tolerance)
 
 
 def test_the_full_posterior_can_be_fitted_at_the_prior_of_kfac_too():
-    full, *_ = fitted("classification", prior="marglik", projector="full")
-    low_rank, *_ = fitted("classification", prior="marglik")
+    full, *_ = fitted("classification", prior="evidence", projector="full")
+    low_rank, *_ = fitted("classification", prior="evidence")
     assert full.prior_precision == pytest.approx(low_rank.prior_precision, rel=1e-12)
 
 
-def test_fitting_other_data_with_marglik_tunes_the_prior_anew():
-    la, *_ = fitted("estimated noise", prior="marglik")
+def test_fitting_other_data_with_the_evidence_tunes_the_prior_anew():
+    la, *_ = fitted("estimated noise", prior="evidence")
     first = la.prior_precision
     inputs, targets = 3 * make("mlp", 40, seed=5)[1], problem("estimated noise", 40)[2]
     la.fit(loader(inputs, targets))
@@ -369,6 +385,37 @@ def test_marglik_is_the_default_and_does_not_depend_on_the_prior_it_starts_from(
     )
 
 
+@pytest.mark.parametrize("by", ["evidence", "validation"])
+def test_tuning_gives_a_new_posterior_and_every_spelling_gives_the_same(by):
+    la, inputs, targets = validation_problem("classification", "lowrank-kfac")
+    val_loader = None if by == "evidence" else loader(inputs, targets, size=5)
+    before = la.functional_covariance(inputs)
+    tuned = la.tuned("evidence" if by == "evidence" else val_loader)
+    assert tuned is not la and tuned.prior_precision != PRIOR
+    assert la.prior_precision == PRIOR and torch.equal(la.functional_covariance(inputs), before)
+    for method in ("marglik", "evidence") if by == "evidence" else ("validation", "gridsearch"):
+        other = la.with_prior(PRIOR)
+        assert other.optimize_prior_precision(method, val_loader=val_loader) is other
+        assert other.prior_precision == tuned.prior_precision
+        assert torch.equal(other.functional_covariance(inputs), tuned.functional_covariance(inputs))
+
+
+def test_a_fit_with_validation_data_is_tuned_on_them():
+    la, inputs, targets = fitted("classification", 30)
+    _, new = make("mlp", 25, seed=7)
+    val_loader = loader(new, labels(la.model, new), size=5)
+    both = SubspaceLaplace.paper(la.model, "classification", dim=6, prior_precision=PRIOR)
+    assert both.fit(loader(inputs, targets, size=10), val_loader) is both
+    assert both.prior_precision == la.tuned(val_loader).prior_precision != PRIOR
+    assert torch.equal(both.projection_matrix(), la.projection_matrix())
+
+
+def test_an_unknown_way_to_tune_is_refused_with_those_that_exist():
+    la, *_ = fitted("classification")
+    with pytest.raises(ValueError, match=r"Unknown way to tune, 'marglik'; choose 'evidence' or .* validation data"):
+        la.tuned("marglik")
+
+
 @pytest.mark.parametrize("projector", ["lowrank-kfac", "dual", "primal"])
 @pytest.mark.parametrize("kind", ["given noise", "estimated noise"])
 def test_tuned_noise_gives_the_posterior_of_a_fit_with_it(kind, projector):
@@ -382,8 +429,7 @@ def test_tuned_noise_gives_the_posterior_of_a_fit_with_it(kind, projector):
     fresh = SubspaceLaplace.paper(
         la.model,
         Gaussian(la.noise_std),
-        projector=same_basis(la) if subspace else "full",
-        dim=6,
+        **sized(same_basis(la) if subspace else "full", 6),
         prior_precision=la.prior_precision,
     ).fit(loader(inputs, targets))
     assert close(la.functional_covariance(inputs, joint=True), fresh.functional_covariance(inputs, joint=True), 1e-10)
@@ -406,7 +452,7 @@ def validation_problem(kind, projector):
     model, inputs, targets = problem(kind, 30)
     with torch.no_grad():
         model[4].weight *= 8  # confident where it is wrong
-    la = SubspaceLaplace(model, **likelihood_of(kind), projector=projector, dim=8, prior_precision=PRIOR)
+    la = SubspaceLaplace.paper(model, **likelihood_of(kind), **sized(projector, 8), prior_precision=PRIOR)
     la.fit(loader(inputs, targets))
     _, new = make("mlp", 25, seed=7)
     if kind == "classification":
@@ -417,7 +463,7 @@ def validation_problem(kind, projector):
 
 def validation_nll(la, inputs, targets):
     prediction = la.predict(inputs)
-    if prediction.probabilities is not None:
+    if prediction.has_probabilities:
         return metrics.nll(prediction.probabilities, targets)
     return metrics.nll(prediction.mean, targets, prediction.total)
 
@@ -466,7 +512,9 @@ def test_validation_does_not_depend_on_the_batches_or_on_the_prior_before():
         ({"method": "validation"}, "val_loader"),
         ({"method": "validation", "val_loader": []}, "empty"),
         ({"method": "validation", "val_loader": iter([])}, "one-shot"),
-        ({"method": "gridsearch"}, "Unknown method 'gridsearch'; choose 'marglik' or 'validation'"),
+        ({"method": "gridsearch"}, "val_loader"),
+        ({"method": "marglik", "val_loader": []}, "val_loader has no effect with method='marglik'"),
+        ({"method": "grid"}, "Unknown method 'grid'; choose 'marglik' or 'validation'"),
         ({"method": None}, "Unknown method"),
     ],
 )
@@ -490,8 +538,9 @@ def test_validation_labels_out_of_range_are_refused():
 def test_before_fit_there_is_neither_evidence_nor_anything_to_optimize(method):
     model, inputs, targets = problem("classification")
     la = SubspaceLaplace.paper(model, "classification", prior_precision="evidence")
+    val_loader = loader(inputs, targets) if method == "validation" else None
     with pytest.raises(RuntimeError, match="not fitted"):
-        la.optimize_prior_precision(method, val_loader=loader(inputs, targets))
+        la.optimize_prior_precision(method, val_loader=val_loader)
     with pytest.raises(RuntimeError, match="not fitted"):
         la.log_marginal_likelihood()
 
@@ -533,8 +582,8 @@ def reference(kind):
         model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 2))
     model = model.double()
     model.load_state_dict({name.removeprefix("model."): v for name, v in held.items() if name.startswith("model.")})
-    noise = float(held["sigma_noise"]) if kind == "regression" else None
-    la = SubspaceLaplace.paper(model, FIXME_Gaussian(kind, noise), projector="full")
+    likelihood = Gaussian(float(held["sigma_noise"])) if kind == "regression" else kind
+    la = SubspaceLaplace.paper(model, likelihood, projector="full")
     return held, la.fit(loader(held["inputs"], held["targets"], size=16))
 
 
@@ -545,7 +594,7 @@ def test_the_evidence_is_that_of_laplace_torch(kind, form):
     # Whole values are compared, constants included: laplace-torch counts ½ Σ(y − f)²/σ² + N·C·ln(σ√(2π)) for regression
     # and Σ JᵀJ/σ² for its Hessian, which are our conventions too.
     held, la = reference(kind)
-    assert isinstance(la._posterior, form)
+    assert isinstance(la._state.posterior, form)
     found = torch.stack([la.log_marginal_likelihood(prior) for prior in held["prior_precisions"]])
     assert torch.allclose(found, held["log_marglik"], rtol=1e-8, atol=0)
     assert float(la.log_marginal_likelihood(held["best_prior"])) == pytest.approx(float(held["best_log_marglik"]))
@@ -569,7 +618,7 @@ def test_a_tuned_noise_survives_an_update():
 
 def test_validation_data_do_not_tune_the_noise():
     la, inputs, targets = fitted("regression")
-    with pytest.raises(ValueError, match="tune_noise"):
+    with pytest.raises(ValueError, match="validation data tune λ alone"):
         la.optimize_prior_precision("validation", val_loader=loader(inputs, targets), tune_noise=True)
 
 
@@ -577,8 +626,8 @@ def test_one_noise_in_a_tuple_is_that_noise_with_a_complement():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
     data = [(torch.randn(30, 3).double(), torch.randn(30, 1).double())]
-    options = {"dim": 6, "complement": "kfac"}
-    one, listed = (SubspaceLaplace.paper(model, Gaussian(s), **options).fit(data) for s in (0.5, [0.5]))
+    options = {"dim": 6, "complement": Complement("kfac", weight=1.0)}
+    one, listed = (SubspaceLaplace(model, Gaussian(s), **options).fit(data) for s in (0.5, [0.5]))
     for noise in (0.5, 1.5):
         values = [float(la.log_marginal_likelihood(noise_std=noise)) for la in (one, listed)]
         assert values[0] == pytest.approx(values[1], rel=1e-12)

@@ -5,9 +5,9 @@ import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians
 from networks import make
 from sensitive import untouched
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 
-from sublaplace import PROJECTORS, DensePrecision, DualPrecision, Gaussian, SubspaceLaplace
+from sublaplace import PROJECTORS, DensePrecision, DualPrecision, Gaussian, Resources, SubspaceLaplace
 from sublaplace.data.batches import select
 
 PRIOR = 0.7
@@ -23,9 +23,7 @@ FORMS = {
 
 def fit(projector="lowrank-kfac", n=8, name="mlp", dtype=torch.float64, **options):
     model, inputs = make(name, n, dtype)
-    la = SubspaceLaplace.paper(
-        model, "classification", projector=projector, **{"dim": 6, "prior_precision": PRIOR} | options
-    )
+    la = SubspaceLaplace.paper(model, "classification", **sized(projector, 6), **{"prior_precision": PRIOR} | options)
     return la.fit(loader(inputs, labels(model, inputs), size=16)), inputs
 
 
@@ -34,7 +32,7 @@ def drawn(request):
     """A posterior with many draws of θ − θ̂, and the training inputs."""
     la, inputs = fit(*request.param)
     expected = {("full", 8): DualPrecision, ("full", 45): DensePrecision}.get(request.param)
-    assert expected is None or isinstance(la._posterior, expected)
+    assert expected is None or isinstance(la._state.posterior, expected)
     return la, la.sample(COUNT) - theta(la), inputs
 
 
@@ -50,7 +48,7 @@ def precision_matrix(la, inputs):
 def whitened(la, deltas, inputs):
     """μLᵀ for L Lᵀ = PᵀΛP by brute force: standard normal, if the draws have the covariance that they should."""
     precision = precision_matrix(la, inputs)
-    if la.projector == "full":
+    if la.projector.name == "full":
         return deltas @ torch.linalg.cholesky(precision)
     P = la.projection_matrix()
     return deltas @ P @ torch.linalg.cholesky(P.T @ precision @ P)
@@ -104,7 +102,7 @@ def test_samples_of_regression_know_its_noise(projector):
     model, inputs = make("mlp", 8)
     targets = dense_outputs(model, inputs) + 0.1
     precise, vague = (
-        SubspaceLaplace.paper(model, Gaussian(noise), projector=projector, dim=6, prior_precision=PRIOR).fit(
+        SubspaceLaplace.paper(model, Gaussian(noise), **sized(projector, 6), prior_precision=PRIOR).fit(
             loader(inputs, targets)
         )
         for noise in (0.01, 10.0)
@@ -196,7 +194,7 @@ def test_a_draw_is_the_same_function_in_every_call():
 
 def test_functional_samples_do_not_depend_on_the_memory_budget():
     large, inputs = fit()
-    small, _ = fit(memory_budget=1)
+    small, _ = fit(resources=Resources(memory_budget=1))
     assert torch.allclose(small.functional_samples(inputs, 5), large.functional_samples(inputs, 5), rtol=1e-9)
 
 

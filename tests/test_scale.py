@@ -12,14 +12,14 @@ from test_curvature import PRIOR, stream
 from test_laplace import labels, loader
 from torch import nn
 
-from sublaplace import Complement, Drawn, Gaussian, Jacobians, Linearization, Resources, SubspaceLaplace
+from sublaplace import ChunkPolicy, Complement, Drawn, Gaussian, Jacobians, Linearization, Resources, SubspaceLaplace
 from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.joint import factored_joint_covariance
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.matrix_free import MatrixFreePrecision
 from sublaplace.curvature.precision import isotropic_precision
+from sublaplace.jacobians import probing
 from sublaplace.model.likelihoods.categorical import Categorical
-from sublaplace.model.likelihoods.gaussian import Gaussian
 from sublaplace.model.linalg import combine, cross_gram, gram, orthonormalise
 from sublaplace.projectors.low_rank import rank_tolerance
 from sublaplace.projectors.subspace_iteration import dominant_directions
@@ -49,7 +49,7 @@ def overlap(vectors, others):
 def test_joint_covariance_from_factors_equals_that_from_rows(name, dtype, monkeypatch):
     source, kfac, jacobians = problem(name, dtype=dtype)
     expected = gram(kfac.whitened(jacobians))
-    source.linearization.memory_budget = 500  # several groups
+    source.linearization.policy = ChunkPolicy(500)  # several groups
     monkeypatch.setattr("sublaplace.curvature.joint._ROWS_AT_ONCE", 500)  # several pieces of a layer
     assert kfac.whitened(jacobians) is None
     found = kfac.joint_covariance(jacobians)
@@ -79,14 +79,21 @@ def test_joint_covariance_from_factors_names_the_parameter_that_is_not_finite():
 def test_a_first_look_needs_no_more_rows_for_more_outputs(monkeypatch):
     torch.manual_seed(0)
     linearization = Linearization(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 300)).double())
-    rows, real = [], Linearization.jacobian
+    rows, verify, jacobian = [], probing._verify, Linearization.jacobian
 
-    def spy(self, inputs, cotangents=None):
-        found = real(self, inputs, cotangents)
-        rows.append(found.num_rows)
-        return found
+    def counting(function):
+        def counted(*arguments):
+            found = function(*arguments)
+            rows.append(found.num_rows)
+            return found
 
-    monkeypatch.setattr(Linearization, "jacobian", spy)
+        return counted
+
+    def spy(network, plan, inputs, jacobian_of):
+        verify(network, plan, inputs, counting(jacobian_of))
+
+    monkeypatch.setattr(probing, "_verify", spy)
+    monkeypatch.setattr(Linearization, "jacobian", counting(jacobian))
     linearization.look_at(torch.randn(4, 5, dtype=torch.float64))
     assert rows == [2]
 
@@ -144,7 +151,7 @@ def test_directions_of_a_zero_jacobian_are_refused(monkeypatch):
 # Solutions without the precision matrix -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.4)], ids=lambda value: value.kind)
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.4)], ids=lambda value: value.name)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_matrix_free_covariance_equals_the_dense_one(name, likelihood):
     model, inputs = make(name, 6)
@@ -174,10 +181,8 @@ def test_full_covariance_of_a_fitted_subspace_equals_the_full_posterior():
     data = loader(inputs, labels(model, inputs), 4)
     few = inputs[:3]
     full = SubspaceLaplace.paper(model, "classification", projector="full", prior_precision=0.5).fit(data)
-    for complement in (None, "kfac", "diagonal"):
-        la = SubspaceLaplace(
-            model, "classification", dim=4, complement=Complement(complement, weight=1.0), prior_precision=0.5
-        ).fit(data)
+    for complement in (None, Complement("kfac", weight=1.0), Complement("diagonal", weight=1.0)):
+        la = SubspaceLaplace(model, "classification", dim=4, complement=complement, prior_precision=0.5).fit(data)
         found = la.full_covariance(few)
         assert found.covariance.shape == (3, 3, 3)
         assert torch.allclose(found.covariance, full.functional_covariance(few), atol=1e-8)
@@ -190,9 +195,9 @@ def test_full_covariance_of_a_fitted_subspace_equals_the_full_posterior():
 def test_full_covariance_with_a_noise_of_each_output():
     model, inputs = make("mlp", 9)
     targets = torch.zeros_like(model(inputs).detach())
-    options = {"noise_std": [0.3, 2.0], "prior_precision": 0.5}
-    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
-    la = SubspaceLaplace.paper(model, "regression", dim=4, **options).fit([(inputs, targets)])
+    likelihood, options = Gaussian([0.3, 2.0]), {"prior_precision": 0.5}
+    full = SubspaceLaplace.paper(model, likelihood, projector="full", **options).fit([(inputs, targets)])
+    la = SubspaceLaplace.paper(model, likelihood, dim=4, **options).fit([(inputs, targets)])
     found = la.full_covariance(inputs[:2]).covariance
     assert torch.allclose(found, full.functional_covariance(inputs[:2]), atol=1e-8)
 
@@ -212,7 +217,7 @@ def test_lowrank_ggn_without_the_exact_matrix_captures_as_much(name, monkeypatch
     data = loader(inputs, labels(model, inputs), 6)
     options = {"projector": "lowrank-ggn", "dim": 5, "prior_precision": 0.1, "subspace_inputs": inputs}
     dense = SubspaceLaplace.paper(model, "classification", **options).fit(data)
-    monkeypatch.setattr("sublaplace.projectors.context.fits", lambda needed, device: False)
+    monkeypatch.setattr("sublaplace.curvature.cache.fits", lambda needed, device: False)
     free = SubspaceLaplace.paper(model, "classification", **options).fit(data)
     kfac = SubspaceLaplace.paper(model, "classification", **options | {"projector": "lowrank-kfac"}).fit(data)
     best, found, start = (float(la.leading_traces(inputs)[-1]) for la in (dense, free, kfac))
@@ -242,15 +247,15 @@ def test_vectors_are_combined_and_orthonormalised_in_their_own_memory():
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"complement": "kfac"}, {"certified": True}], ids=str)
-def test_a_projection_on_disk_gives_the_same_posterior(options, tmp_path):
+@pytest.mark.parametrize("complement", [None, Complement("kfac", weight=1.0)], ids=["none", "kfac"])
+@pytest.mark.parametrize("certify", [False, True], ids=["plain", "certified"])
+def test_a_projection_on_disk_gives_the_same_posterior(certify, complement, tmp_path):
     model, inputs = make("paper-cnn", 9)
     data = loader(inputs, labels(model, inputs), 4)
-    options = {"dim": 6, **options}
-    expected = SubspaceLaplace.paper(model, "classification", **options).fit(data)
-    la = SubspaceLaplace.paper(model, "classification", resources=Resources(scratch_folder=tmp_path), **options).fit(
-        data
-    )
+    options = {"dim": 6, "prior_precision": 1.0, "complement": complement}
+    expected = SubspaceLaplace(model, "classification", **options).fit(data, certify=certify)
+    la = SubspaceLaplace(model, "classification", resources=Resources(scratch_folder=tmp_path), **options)
+    la.fit(data, certify=certify)
     assert torch.equal(la.functional_covariance(inputs), expected.functional_covariance(inputs))
     assert str(tmp_path) in Path("/proc/self/maps").read_text()  # in a file …
     assert not list(tmp_path.iterdir())  # … that has no name any more
@@ -290,9 +295,9 @@ def small_regression(dtype):
 @pytest.mark.parametrize("prior", [1.0, 1e-2, 1e-4])
 def test_the_full_covariance_reaches_its_tolerance_where_the_curvature_is_far_above_the_prior(prior):
     model, inputs, targets = small_regression(torch.float64)
-    options = {"prior_precision": prior, "noise_std": 0.1}
-    la = SubspaceLaplace.paper(model, "regression", dim=5, **options).fit([(inputs, targets)])
-    full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(inputs, targets)])
+    likelihood, options = Gaussian(0.1), {"prior_precision": prior}
+    la = SubspaceLaplace.paper(model, likelihood, dim=5, **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(model, likelihood, projector="full", **options).fit([(inputs, targets)])
     new = inputs[:1] + 1
     found = la.full_covariance(new)
     assert found.relative_residual <= 1e-6
@@ -302,12 +307,12 @@ def test_the_full_covariance_reaches_its_tolerance_where_the_curvature_is_far_ab
 
 def test_a_full_covariance_above_its_tolerance_warns_and_knows_its_error():
     model, inputs, targets = small_regression(torch.float32)
-    options = {"prior_precision": 1e-2, "noise_std": 0.1}
-    la = SubspaceLaplace.paper(model, "regression", dim=5, **options).fit([(inputs, targets)])
+    likelihood, options = Gaussian(0.1), {"prior_precision": 1e-2}
+    la = SubspaceLaplace.paper(model, likelihood, dim=5, **options).fit([(inputs, targets)])
     with pytest.warns(UserWarning, match=r"relative residual of .*above the tolerance 1\.0e-06.*memory_budget"):
         found = la.full_covariance(inputs[:1] + 1)
     exact, inputs, targets = small_regression(torch.float64)
-    full = SubspaceLaplace.paper(exact, "regression", projector="full", **options).fit([(inputs, targets)])
+    full = SubspaceLaplace.paper(exact, likelihood, projector="full", **options).fit([(inputs, targets)])
     difference = full.functional_covariance(inputs[:1] + 1) - found.covariance
     assert torch.linalg.eigvalsh(difference).max() <= found.error + 1e-4 * float(found.covariance.abs().max())
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from networks import make
 from safetensors.torch import save_file
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 
 from sublaplace import PROJECTORS, Complement, SavedFileError, SubspaceLaplace
 
 
 def fitted(name="paper-cnn", projector="lowrank-kfac", dtype=torch.float64):
     model, inputs = make(name, 8, dtype)
-    la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=4, prior_precision=0.7)
+    la = SubspaceLaplace.paper(model, "classification", **sized(projector, 4), prior_precision=0.7)
     return la.fit(loader(inputs, labels(model, inputs))), model, inputs
 
 
@@ -44,7 +44,7 @@ def test_a_loaded_regression_keeps_its_noise_and_can_be_updated(tmp_path):
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert loaded.noise_std == la.noise_std
     more = loader(inputs[:6] + 1, targets[:6])
-    again, before = loaded.update(more), la.updated(more)
+    again, before = loaded.updated(more), la.updated(more)
     assert again.noise_std == before.noise_std
     assert torch.equal(again.functional_variance(inputs), before.functional_variance(inputs))
 
@@ -133,13 +133,17 @@ def test_the_summary_tells_what_was_fitted():
 
 def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_to_know_it(tmp_path):
     la, model, inputs = fitted()
-    own = SubspaceLaplace.paper(model, "classification", projector=lambda context: la._posterior.projection)
+
+    def my_function(context):
+        return la._state.posterior.projection
+
+    own = SubspaceLaplace.paper(model, "classification", projector=my_function)
     batches = loader(inputs, labels(model, inputs))
     own.fit(batches).save(tmp_path / "la.safetensors")
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert torch.equal(loaded(inputs), own(inputs))
-    assert "custom" in repr(loaded)
-    with pytest.raises(RuntimeError, match="was a function"):
+    assert "my_function" in repr(loaded)
+    with pytest.raises(RuntimeError, match="was loaded, and its projector is not defined here"):
         loaded.fit(batches)
 
 
@@ -149,11 +153,26 @@ def test_a_loaded_posterior_of_a_custom_projector_predicts_but_does_not_pretend_
 )
 def test_a_pickled_or_copied_posterior_predicts_the_same(projector, complement):
     model, inputs = make("paper-cnn", 8)
-    la = SubspaceLaplace(
-        model, "classification", projector=projector, dim=4, complement=Complement(complement, weight=1.0)
-    )
+    outside = None if complement is None else Complement(complement, weight=1.0)
+    la = SubspaceLaplace(model, "classification", **sized(projector, 4), complement=outside, prior_precision=1.0)
     la.fit(loader(inputs, labels(model, inputs)))
     for other in (pickle.loads(pickle.dumps(la)), copy.deepcopy(la)):
         assert other.model is not model
         assert torch.allclose(other(inputs), la(inputs), rtol=1e-12, atol=0)
         assert torch.allclose(other.with_prior(3.0)(inputs), la.with_prior(3.0)(inputs), rtol=1e-12, atol=0)
+
+
+def test_a_pickle_does_not_carry_the_training_data():
+    model, inputs = make("mlp", 400)
+    data = loader(inputs, labels(model, inputs), 100)
+    la = SubspaceLaplace.paper(model, "classification", dim=3).fit(data)
+    pickled = pickle.dumps(la)
+    assert inputs[100:200].numpy().tobytes()[:400] not in pickled
+    other = pickle.loads(pickled)
+    for member in (other.bounds, other.captured_share, other.full_covariance):
+        with pytest.raises(RuntimeError, match=r"training data, which are not kept.*train_loader"):
+            member(inputs[:2])
+    assert torch.allclose(other.bounds(inputs[:2], data).upper, la.bounds(inputs[:2]).upper, rtol=1e-9)
+    assert torch.allclose(other.captured_share(inputs[:2]), la.captured_share(inputs[:2]), rtol=1e-9)
+    found, expected = other.full_covariance(inputs[:2], data), la.full_covariance(inputs[:2])
+    assert torch.allclose(found.covariance, expected.covariance, rtol=1e-6)

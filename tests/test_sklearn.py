@@ -14,9 +14,10 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import check_estimator
-from sublaplace.sklearn.estimators import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor, log_predictive_density
+from test_laplace import sized
 
 from sublaplace import PROJECTORS
+from sublaplace.sklearn import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor, log_predictive_density
 
 BOTH = [SubspaceLaplaceClassifier, SubspaceLaplaceRegressor]
 POSTERIORS = [(projector, None) for projector in [*PROJECTORS, "full"]] + [
@@ -43,7 +44,7 @@ def test_check_estimator_passes(estimator):
 
 @pytest.mark.parametrize(("projector", "complement"), POSTERIORS)
 def test_every_posterior_gives_uncertainty(projector, complement, iris, diabetes):
-    options = {"projector": projector, "complement": complement, "dim": 8, "max_iter": 20, "random_state": 0}
+    options = {**sized(projector, 8), "complement": complement, "max_iter": 20, "random_state": 0}
     classifier = SubspaceLaplaceClassifier(**options).fit(*iris)
     probabilities = classifier.predict_proba(iris[0])
     assert probabilities.shape == (150, 3)
@@ -162,7 +163,7 @@ def test_grid_search_over_prior_and_dimension_in_a_pipeline(diabetes):
 
 @pytest.mark.parametrize(("projector", "complement"), [("lowrank-kfac", "kfac"), ("full", None)])
 def test_pickled_estimators_predict_the_same(projector, complement, iris, diabetes):
-    options = {"projector": projector, "complement": complement, "dim": 5, "max_iter": 5, "random_state": 0}
+    options = {**sized(projector, 5), "complement": complement, "max_iter": 5, "random_state": 0}
     classifier = SubspaceLaplaceClassifier(**options).fit(*iris)
     again = pickle.loads(pickle.dumps(classifier))
     np.testing.assert_allclose(again.predict_proba(iris[0]), classifier.predict_proba(iris[0]), rtol=1e-12)
@@ -182,7 +183,10 @@ def test_pickled_estimators_predict_the_same(projector, complement, iris, diabet
         ({"max_iter": 0}, "max_iter must be a positive integer"),
         ({"batch_size": 1.5}, "batch_size must be a positive integer"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
-        ({"prior_precision": "evidence"}, "Unknown prior_precision 'evidence'"),
+        ({"prior_precision": "best"}, "Unknown prior_precision 'best'"),
+        ({"prior_precision": "marglik"}, "Unknown prior_precision 'marglik'; pass a positive number or 'evidence'"),
+        ({"projector": "full", "dim": 5}, "dim has no effect: projector='full' has its own"),
+        ({"projector": None, "dim": 5}, "projector=None leaves no uncertainty"),
         ({"projector": "best"}, "Unknown projector 'best'"),
         ({"complement": "full"}, "Unknown complement 'full'"),
     ],

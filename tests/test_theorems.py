@@ -11,16 +11,17 @@ import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covariance, softmax_hessians
 from networks import make
-from sublaplace.model.likelihoods.protocol import Likelihood
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 from torch import Tensor, nn
 
 from sublaplace import Basis, SubspaceLaplace, SubspacePosterior
 from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.jacobians.linearization import Jacobians, Linearization
+from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.metrics import kl_categorical, kl_gaussian
+from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian
 from sublaplace.model.likelihoods.links import probit
@@ -42,9 +43,8 @@ class Problem:
     covariance: Tensor  # Σ
 
     def fit(self, projector: str, dim: int, **options) -> SubspaceLaplace:
-        noise = {"noise_std": NOISE} if self.likelihood.kind == "regression" else {}
         la = SubspaceLaplace.paper(
-            self.model, self.likelihood.kind, projector=projector, dim=dim, prior_precision=PRIOR, **noise, **options
+            self.model, self.likelihood, **sized(projector, dim), prior_precision=PRIOR, **options
         )
         return la.fit(self.batches)
 
@@ -225,7 +225,7 @@ def test_primal_and_dual_forms_of_the_full_covariance_agree(problem):
 
 def predictive_divergence(problem: Problem, one: Tensor, other: Tensor) -> float:
     """KL of the predictives: joint Gaussians with noise for regression, probit categoricals for classification."""
-    if problem.likelihood.kind == "regression":
+    if problem.likelihood.name == "regression":
         noise = NOISE**2 * torch.eye(len(one), dtype=torch.float64)
         return kl_gaussian(one + noise, other + noise)
     shape = problem.outputs.shape

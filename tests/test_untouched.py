@@ -6,7 +6,7 @@ import pytest
 import torch
 from networks import make
 from sensitive import Sensitive, batches, data, fitted, refused, sensitive, untouched
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 from torch import nn
 
 from sublaplace import PROJECTORS, Drawn, SubspaceLaplace, SubspacePosterior
@@ -16,7 +16,7 @@ from sublaplace import PROJECTORS, Drawn, SubspaceLaplace, SubspacePosterior
 def test_fitting_and_predicting_leave_the_model_as_it_was(projector):
     model = sensitive()
     with untouched(model):
-        la = SubspaceLaplace.paper(model, "classification", projector=projector, dim=4).fit(batches())
+        la = SubspaceLaplace.paper(model, "classification", **sized(projector, 4)).fit(batches())
         la(data()[0])
         la.predict(batches(), link="mc")
         la.functional_variance(data()[0])
@@ -131,7 +131,7 @@ def test_an_interrupt_inside_the_forward_pass_of_a_fit_leaves_the_model_as_it_wa
 def test_an_interrupt_inside_the_forward_pass_of_a_prediction_leaves_the_model_as_it_was():
     model = interrupted_model()
     la = fitted(model)
-    for member in (la, la.functional_variance, la.trace, lambda x: la.functional_covariance(x, joint=True)):
+    for member in (la, la.functional_variance, la.leading_traces, lambda x: la.functional_covariance(x, joint=True)):
         model.remaining = 0
         with refused(model, KeyboardInterrupt):
             member(data()[0])
@@ -147,9 +147,9 @@ def test_an_interrupt_between_the_chunks_of_a_prediction_leaves_the_model_as_it_
 
     monkeypatch.setattr(SubspacePosterior, member, interrupt)
     call = {
-        "covariance": la,
+        "covariance": la.functional_covariance,
         "variance": la.functional_variance,
-        "traces": la.trace,
+        "traces": la.leading_traces,
         "joint_covariance": lambda x: la.functional_covariance(x, joint=True),
     }[member]
     with refused(model, KeyboardInterrupt):

@@ -10,6 +10,7 @@ from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
 from sublaplace import Bernoulli, Complement, Gaussian, Jacobians, ProjectorContext, SubspaceLaplace, low_rank, metrics
+from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.model.likelihoods.links import probit
@@ -27,7 +28,7 @@ def weighted_outside(problem, complement, weight, prior=PRIOR):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_covariance_is_that_of_the_formula_with_the_weighted_curvature(name, kind):
     problem = Problem(name, kind)
-    la = problem.fit(complement="kfac", complement_weight=3.0)
+    la = problem.fit(complement=Complement("kfac", weight=3.0))
     expected = dense_complemented(problem, la.projection_matrix(), weighted_outside(problem, "kfac", 3.0))
     assert la.complement_weight == 3.0
     assert close(problem.covariance(la), problem.jacobian @ expected @ problem.jacobian.T)
@@ -36,17 +37,17 @@ def test_the_covariance_is_that_of_the_formula_with_the_weighted_curvature(name,
 @pytest.mark.parametrize("complement", ["kfac", "diagonal"])
 def test_another_prior_and_fewer_dimensions_keep_the_weight(complement):
     problem = Problem("mlp", "regression")
-    la = problem.fit(complement=complement, complement_weight=0.25)
-    other = la._posterior.with_prior(2.0).truncated(3)
+    la = problem.fit(complement=Complement(complement, weight=0.25))
+    other = la._state.posterior.with_prior(2.0).truncated(3)
     outside = weighted_outside(problem, complement, 0.25, prior=2.0)
     expected = dense_complemented(problem, la.projection_matrix()[:, :3], outside, prior=2.0)
-    jacobians = Jacobians(la._linearization, problem.new)
+    jacobians = Jacobians(la._state.linearization, problem.new)
     assert close(other.joint_covariance(jacobians), problem.jacobian @ expected @ problem.jacobian.T)
 
 
 def test_without_a_subspace_the_whole_posterior_is_weighted():
     problem = Problem("mlp", "regression")
-    la = problem.fit(dim=0, complement="kfac", complement_weight=4.0)
+    la = problem.fit(projector=None, dim=None, complement=Complement("kfac", weight=4.0))
     expected = problem.jacobian @ weighted_outside(problem, "kfac", 4.0) @ problem.jacobian.T
     assert close(problem.covariance(la), expected)
 
@@ -57,7 +58,7 @@ def test_without_a_subspace_the_whole_posterior_is_weighted():
 def divergences(problem, la, inputs, rest=None):
     """Summed KL of some inputs for every weight, with dense matrices; `rest`: of the data without the only input."""
     J, outputs = dense_jacobian(problem.model, inputs), dense_outputs(problem.model, inputs)
-    likelihood = la._settings.likelihood
+    likelihood = la._options.likelihood
     C = len(J) // num_inputs(inputs)
 
     def divergence(exact, covariance, f):
@@ -87,7 +88,7 @@ def test_the_fitted_weight_is_the_best_on_new_inputs_that_were_held_back(name, k
         seen.append(context.subspace_jacobians.inputs)
         return low_rank(context.subspace_jacobians, context.kfac(), context.dim)
 
-    given = {"subspace_inputs": problem.new, "projector": spy, "complement": "kfac", "complement_weight": "fitted"}
+    given = {"subspace_inputs": problem.new, "projector": spy, "complement": "kfac"}
     la = problem.fit(**given)
     assert num_inputs(seen[0]) == 3
     found = divergences(problem, la, select(problem.new, slice(3, 4)))
@@ -99,12 +100,15 @@ def test_the_fitted_weight_is_the_best_on_new_inputs_that_were_held_back(name, k
 @pytest.mark.parametrize("name", SMALL)
 def test_a_training_input_is_judged_as_if_it_had_not_been_seen(name, dim, kind):
     problem, rest = Problem(name, kind), Problem(name, kind, skip=1)
-    la = problem.fit(complement="kfac", dim=dim)
+    plain = Complement("kfac", weight=1.0)
+    la = problem.fit(complement=plain, dim=dim) if dim else problem.fit(complement=plain, dim=None, projector=None)
     first = select(problem.training, slice(0, 1))
     J = dense_jacobian(problem.model, first)
     exact = (J @ torch.linalg.solve(problem.precision, J.T))[None]
-    jacobians, likelihood = Jacobians(la._linearization, first), la._fitted()[1].likelihood
-    fitted = weighting.nearest(la._posterior, exact, jacobians, likelihood, torch.ones(num_inputs(jacobians.inputs), 1))
+    jacobians, likelihood = Jacobians(la._state.linearization, first), la._state.survey.likelihood
+    fitted = weighting.nearest(
+        la._state.posterior, exact, jacobians, likelihood, torch.ones(num_inputs(jacobians.inputs), 1)
+    )
     found = divergences(problem, la, first, rest)
     weight = fitted.outside.weight if dim else fitted.weight
     assert found[weight] == pytest.approx(min(found.values()), rel=1e-6)
@@ -112,10 +116,10 @@ def test_a_training_input_is_judged_as_if_it_had_not_been_seen(name, dim, kind):
 
 def test_where_the_exact_curvature_does_not_fit_the_weight_is_the_same(monkeypatch):
     problem = Problem("mlp", "regression")
-    options = {"complement": "kfac", "complement_weight": "fitted"}
+    options = {"complement": "kfac"}
     expected = problem.fit(**options).complement_weight
-    monkeypatch.setattr("sublaplace.projectors.context.fits", lambda *_: False)
-    monkeypatch.setattr("sublaplace.projectors.context.exact_ggn", lambda *_: pytest.fail("it does not fit"))
+    monkeypatch.setattr("sublaplace.curvature.cache.fits", lambda *_: False)
+    monkeypatch.setattr("sublaplace.curvature.cache.exact_ggn", lambda *_: pytest.fail("it does not fit"))
     assert problem.fit(**options).complement_weight == expected
 
 
@@ -125,21 +129,19 @@ def test_a_complement_of_the_wrong_size_is_corrected():
     inputs = torch.randn(40, 4, dtype=torch.float64)
     model = torch.nn.Linear(4, 1, bias=False).double()
     batches = [(inputs, model(inputs).detach() + torch.randn(40, 1).double())]
-    options = {"dim": 0, "complement": "kfac", "noise_std": 0.5, "prior_precision": 1.0}
-    right = SubspaceLaplace(model, "regression", complement=Complement(None, weight="fitted"), **options).fit(batches)
+    right = SubspaceLaplace(model, Gaussian(0.5), projector=None, complement="kfac", prior_precision=1.0).fit(batches)
     assert right.complement_weight == 1.0
-    linearization = right._linearization
-    context = ProjectorContext(
-        CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40), None, 40, 1, 1, 1.0, 0
-    )
-    quarter = replace(right._posterior.scaled(0.25), weight=1.0)
+    linearization = right._state.linearization
+    stream = CurvatureStream(linearization, batches, Gaussian(0.5), num_data=40)
+    context = ProjectorContext(Curvatures(stream, 40, 1), None, 1, 1.0, 0)
+    quarter = replace(right._state.posterior.scaled(0.25), weight=1.0)
     corrected = weighting.with_fitted_weight(quarter, context, Jacobians(linearization, inputs[:8]), torch.ones(8, 1))
     assert corrected.weight == 4.0
 
 
 def test_the_weight_is_kept_in_a_file(tmp_path: Path):
     problem = Problem("mlp", "classification")
-    la = problem.fit(complement="kfac", complement_weight="fitted")
+    la = problem.fit(complement="kfac")
     la.save(tmp_path / "la.safetensors")
     other = SubspaceLaplace.load(tmp_path / "la.safetensors", problem.model)
     assert other.complement_weight == la.complement_weight
@@ -149,13 +151,23 @@ def test_the_weight_is_kept_in_a_file(tmp_path: Path):
 
 def test_bad_weights_are_refused():
     model, _ = make("mlp", 3)
-    for options, message in (
-        ({"complement_weight": 2.0}, "there is no complement"),
-        ({"complement": "kfac", "complement_weight": "best"}, "Unknown complement_weight 'best'"),
-        ({"complement": "kfac", "complement_weight": -1}, "must be positive"),
-    ):
+    for weight, message in (("best", "Unknown weight 'best'.*'fitted'"), (-1, "weight must be positive")):
         with pytest.raises(ValueError, match=message):
-            SubspaceLaplace.paper(model, "classification", **options)
+            Complement("kfac", weight=weight)
+    with pytest.raises(TypeError, match="weight must be one positive number"):
+        Complement("kfac", weight=None)
+    with pytest.raises(ValueError, match="Unknown complement None"):
+        Complement(None, weight=2.0)
+    for options in ({"complement_weight": 2.0}, {"complement": "kfac", "complement_weight": "fitted"}):
+        with pytest.raises(TypeError, match=r"'complement_weight'.*complement=Complement\('kfac', weight=1\.0\)"):
+            SubspaceLaplace(model, "classification", **options)
+
+
+def test_a_complement_by_name_has_a_fitted_weight():
+    problem = Problem("mlp", "regression")
+    named, explicit = problem.fit(complement="kfac"), problem.fit(complement=Complement("kfac", weight="fitted"))
+    assert named.complement_weight == explicit.complement_weight
+    assert torch.equal(named.functional_covariance(problem.new), explicit.functional_covariance(problem.new))
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 0.01])
@@ -165,10 +177,10 @@ def test_a_weighted_training_input_is_taken_out_with_its_weight(weight):
     layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)
     model = torch.nn.Sequential(*layers).double()
     inputs, targets = torch.randn(40, 4).double(), torch.randn(40, 2).double()
-    options = {"dim": 6, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
-    la = SubspaceLaplace.paper(model, Gaussian(0.1), **options)
+    options = {"dim": 6, "complement": "kfac", "prior_precision": 0.01}
+    la = SubspaceLaplace(model, Gaussian(0.1), **options)
     la.fit([(inputs, targets, torch.full((40,), weight).double())])
-    expected = SubspaceLaplace.paper(model, Gaussian(0.1 / weight**0.5), **options).fit([(inputs, targets)])
+    expected = SubspaceLaplace(model, Gaussian(0.1 / weight**0.5), **options).fit([(inputs, targets)])
     # What is predicted differs in its noise, so that the weights may differ by a step; without the weight of the
     # inputs, variances would be negative and the weight 64.
     assert 0.5 <= la.complement_weight / expected.complement_weight <= 2
@@ -179,9 +191,9 @@ def test_ignored_targets_are_not_taken_out():
     answers = (dense_outputs(model, inputs) > 0).long()
     missing = answers.clone()
     missing[:, 1:] = -1
-    options = {"dim": 4, "complement": "kfac", "complement_weight": "fitted", "prior_precision": 0.01}
-    la = SubspaceLaplace.paper(model, Bernoulli(ignore_index=-1), **options).fit([(inputs, missing)])
-    (jacobian,) = Jacobians(la._linearization, inputs[:3])
+    options = {"dim": 4, "complement": "kfac", "prior_precision": 0.01}
+    la = SubspaceLaplace(model, Bernoulli(ignore_index=-1), **options).fit([(inputs, missing)])
+    (jacobian,) = Jacobians(la._state.linearization, inputs[:3])
     H = weighting._hessians(jacobian, Bernoulli(ignore_index=-1), torch.tensor([[1.0, 0]]).expand(3, 2).double())
     assert (H[:, 1:] == 0).all() and (H[:, :, 1:] == 0).all() and (H[:, 0, 0] > 0).all()
     assert torch.linalg.eigvalsh(la.functional_covariance(inputs)).min() > 0

@@ -16,7 +16,7 @@ from dense_reference import (
 )
 from networks import make
 from test_curvature import brute_force_kfac, dense_block
-from test_laplace import labels, loader
+from test_laplace import labels, loader, sized
 from test_prior import same_basis
 from torch import nn
 
@@ -255,7 +255,7 @@ def options_of(kind, num_outputs=2, estimated=False):
     if kind in ("classification", "binary"):
         return {"likelihood": kind}
     if estimated:
-        return {"likelihood": "regression", "noise_std": {"one noise": None, "a noise each": "per-output"}[kind]}
+        return {"likelihood": Gaussian({"one noise": None, "a noise each": "per-output"}[kind])}
     return {"likelihood": likelihood_of(kind, num_outputs)}
 
 
@@ -276,10 +276,12 @@ WHOLE += [("full", kind, torch.float64) for kind in KINDS]
 @pytest.mark.parametrize(("projector", "kind", "dtype"), WHOLE)
 def test_the_whole_posterior_is_that_of_repeated_inputs(projector, kind, dtype):
     model, inputs, targets = problem(kind, dtype=dtype)
-    given = {"projector": projector, "dim": 4, "prior_precision": PRIOR, "subspace_inputs": inputs}
+    given = sized(projector, 4) | {"prior_precision": PRIOR}
+    if projector.startswith("lowrank"):
+        given["subspace_inputs"] = inputs
     options = options_of(kind, estimated=True) | given
-    one = SubspaceLaplace(model, **options).fit(weighted(inputs, targets, counts().to(dtype)))
-    other = SubspaceLaplace(model, **options).fit(repeated(inputs, targets, counts()))
+    one = SubspaceLaplace.paper(model, **options).fit(weighted(inputs, targets, counts().to(dtype)))
+    other = SubspaceLaplace.paper(model, **options).fit(repeated(inputs, targets, counts()))
     assert_same_posterior(one, other, inputs, TOLERANCE[dtype])
 
 
@@ -308,30 +310,28 @@ def test_the_evidence_with_weights_equals_brute_force(kind):
 
 
 @pytest.mark.parametrize("kind", ["classification", "a noise each"])
-def test_marglik_with_weights_is_that_of_repeated_inputs(kind):
+def test_the_evidence_with_weights_is_that_of_repeated_inputs(kind):
     model, inputs, targets = problem(kind)
-    options = options_of(kind) | {"dim": 4, "prior_precision": "marglik", "subspace_inputs": inputs}
-    one = SubspaceLaplace(model, **options).fit(weighted(inputs, targets, counts().double()))
-    other = SubspaceLaplace(model, **options).fit(repeated(inputs, targets, counts()))
+    options = options_of(kind) | {"dim": 4, "prior_precision": "evidence", "subspace_inputs": inputs}
+    one = SubspaceLaplace.paper(model, **options).fit(weighted(inputs, targets, counts().double()))
+    other = SubspaceLaplace.paper(model, **options).fit(repeated(inputs, targets, counts()))
     assert_same_posterior(one, other, inputs, 1e-5)
-    plain = SubspaceLaplace(model, **options).fit(loader(inputs, targets, 6))
+    plain = SubspaceLaplace.paper(model, **options).fit(loader(inputs, targets, 6))
     assert plain.prior_precision != pytest.approx(one.prior_precision, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 4, 12])
-def test_estimated_noises_are_the_weighted_spreads_of_the_residuals(size):
+def test_estimated_noises_are_the_weighted_root_mean_squares_of_the_residuals(size):
     model, inputs, targets = problem("a noise each")
     residuals = targets - dense_outputs(model, inputs)
     weights = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
     weights[4:8] = 0  # a whole batch of four
-    mean = weights @ residuals / weights.sum()
-    variances = weights @ (residuals - mean).square() / weights.sum()
+    variances = weights @ residuals.square() / weights.sum()
     batches = weighted(inputs, targets, weights, size)
     each = SubspaceLaplace.paper(model, Gaussian("per-output"), projector="subset-magnitude", dim=3).fit(batches)
     assert each.noise_std == pytest.approx(variances.sqrt().tolist(), rel=1e-10)
-    everything = weights @ (residuals - mean.mean()).square() / weights.sum()
     pooled = SubspaceLaplace.paper(model, "regression", projector="subset-magnitude", dim=3).fit(batches)
-    assert pooled.noise_std == pytest.approx(float(everything.mean().sqrt()), rel=1e-10)
+    assert pooled.noise_std == pytest.approx(float(variances.mean().sqrt()), rel=1e-10)
 
 
 def test_residuals_that_all_have_weight_zero_change_nothing():
@@ -347,7 +347,7 @@ def test_validation_with_weights_is_that_of_repeated_inputs(kind):
     model, inputs, targets = problem(kind, n=36)
     with torch.no_grad():
         model[4].weight *= 30  # confident, so that λ matters
-    la = SubspaceLaplace(model, **options_of(kind), dim=20, prior_precision=PRIOR)
+    la = SubspaceLaplace.paper(model, **options_of(kind), dim=20, prior_precision=PRIOR)
     la.fit(loader(inputs, targets, 36))
     _, new, _ = problem(kind, n=24, seed=7)
     outputs = dense_outputs(model, new)
@@ -384,12 +384,12 @@ def test_validation_data_of_which_nothing_counts_are_refused():
 def test_an_update_with_weights_equals_one_with_repeated_inputs(kind, dtype):
     model, inputs, targets = problem(kind, dtype=dtype)
     options = options_of(kind, estimated=True) | {"dim": 4, "prior_precision": PRIOR}
-    la = SubspaceLaplace(model, **options).fit(loader(inputs, targets, 6))
+    la = SubspaceLaplace.paper(model, **options).fit(loader(inputs, targets, 6))
     _, new, wanted = problem(kind, seed=3, dtype=dtype)
     one = la.updated(weighted(new, wanted, counts().to(dtype)))
     other = la.updated(repeated(new, wanted, counts()))
     assert_same_posterior(one, other, inputs, TOLERANCE[dtype])
-    both = SubspaceLaplace(model, **options | {"projector": same_basis(la)})
+    both = SubspaceLaplace.paper(model, **options | {"projector": same_basis(la)})
     both.fit(loader(inputs, targets, 6) + weighted(new, wanted, counts().to(dtype)))
     assert_same_posterior(one, both, inputs, TOLERANCE[dtype])
 
@@ -476,10 +476,11 @@ def test_a_fit_of_which_nothing_counts_is_refused(kind):
         la.fit(batches)
 
 
-@pytest.mark.parametrize("options", [{"dim": 3}, {"projector": "full", "prior_precision": "marglik"}])
-def test_a_fit_of_which_nothing_counts_is_refused_where_no_input_is_drawn(options):
+@pytest.mark.parametrize("given", [True, False], ids=["inputs given", "full"])
+def test_a_fit_of_which_nothing_counts_is_refused_where_no_input_is_drawn(given):
     model, inputs, targets = problem()
-    la = SubspaceLaplace.paper(model, "classification", subspace_inputs=inputs, **options)
+    own = {"dim": 3, "subspace_inputs": inputs} if given else {"projector": "full", "prior_precision": "evidence"}
+    la = SubspaceLaplace.paper(model, "classification", **own)
     with pytest.raises(ValueError, match="No training input counts"):
         la.fit(weighted(inputs, targets, torch.zeros(12)))
 
@@ -491,7 +492,7 @@ def test_a_fit_of_which_nothing_counts_is_refused_where_no_input_is_drawn(option
     ("weights", "message"),
     [
         (torch.ones(12).long(), r"floating-point sample weights of shape \(12,\).*torch.int64.*pairs"),
-        (torch.ones(12, 1), r"sample weights of shape \(12,\), one for each input; it is \(12, 1\)"),
+        (torch.ones(12, 1), r"sample weights of shape \(12,\), one per input; it is \(12, 1\)"),
         (torch.ones(11), r"it is \(11,\)"),
         ([1.0] * 12, "it is list"),
         (-torch.ones(12), "finite and not negative"),
@@ -639,8 +640,8 @@ def test_ignored_classes_add_nothing_to_any_likelihood():
     known, likelihood = targets != -100, Categorical(ignore_index=-100)
     likelihood.check_targets(outputs, targets)
     assert likelihood.counted(targets)[:, 0].tolist() == known.tolist()
-    for member in ("log_likelihood", "log_predictive"):
-        arguments = (outputs,) if member == "log_likelihood" else (outputs, covariance)
+    for member in ("log_density", "log_predictive"):
+        arguments = (outputs,) if member == "log_density" else (outputs, covariance)
         found = getattr(likelihood, member)(*arguments, targets)
         plain = getattr(Categorical(), member)(*(value[known] for value in arguments), targets[known])
         assert torch.allclose(found[known], plain, rtol=1e-12)
@@ -709,4 +710,4 @@ def test_a_loaded_classification_knows_which_labels_do_not_count(tmp_path):
     loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
     assert torch.equal(loaded(inputs), la(inputs))
     more = loader(inputs, targets)
-    assert torch.equal(loaded.update(more)(inputs), la.updated(more)(inputs))
+    assert torch.equal(loaded.updated(more)(inputs), la.updated(more)(inputs))

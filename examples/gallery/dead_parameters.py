@@ -1,8 +1,8 @@
 """# Which parameters carry the uncertainty
 
 A ReLU unit that is never active makes all of its parameters dead: no output depends on them, so their
-posterior is the prior. They have the largest variance of all, and a projector that takes the parameters of
-largest variance (`subset-diagonal`) takes nothing else. Low-rank subspaces cannot fall for it: a direction
+posterior is the prior. They have the largest variance of all. A projector that takes the parameters of
+largest variance (`subset-diagonal`) therefore takes only dead ones. Low-rank subspaces avoid them: a direction
 without effect on the outputs has no share in their covariance.
 """
 

@@ -1,8 +1,8 @@
-"""# One dimension, beside a Gaussian process
+"""# One dimension, compared with a Gaussian process
 
-Forty points on both sides of a gap, and three answers to the question what lies in between: the subspace
-posterior of a small network (s = 20 of 2,701 parameters), the full Laplace approximation of the same network,
-and a Gaussian process. The bands are mean ± 2 standard deviations, noise included.
+Forty points lie on both sides of a gap. Three models predict what lies in between: the subspace posterior of a
+small network (s = 20 of 2,701 parameters), the full Laplace approximation of the same network, and a Gaussian
+process. The bands are mean ± 2 standard deviations, noise included.
 
 The subspace is built from inputs over the whole range, which need no labels.
 """
@@ -15,7 +15,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from torch import nn
 
-from sublaplace import SubspaceLaplace
+from sublaplace import Gaussian, SubspaceLaplace
 
 NOISE, PRIOR = 0.15, 1.0
 
@@ -25,21 +25,23 @@ y = torch.sin(2 * x) + NOISE * torch.randn_like(x)
 grid = torch.linspace(-4.5, 4.5, 300, dtype=torch.float64)[:, None]
 
 model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).double()
-# The mean squared error is 2σ²/N times the negative log-likelihood: so λ of the prior is this weight decay.
+# The mean squared error is 2σ²/N times the negative log-likelihood, so this weight decay is the prior's λ.
 optimizer = torch.optim.Adam(model.parameters(), 0.005, weight_decay=PRIOR * 2 * NOISE**2 / len(x))
 for _ in range(3000):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 
-options = {"prior_precision": PRIOR, "noise_std": NOISE}
-subspace = SubspaceLaplace.paper(model, "regression", dim=20, subspace_inputs=grid, **options).fit([(x, y)])
-full = SubspaceLaplace.paper(model, "regression", projector="full", **options).fit([(x, y)])
+likelihood = Gaussian(NOISE)
+subspace = SubspaceLaplace.paper(model, likelihood, dim=20, prior_precision=PRIOR, subspace_inputs=grid)
+full = SubspaceLaplace.paper(model, likelihood, prior_precision=PRIOR, projector="full")
+for la in (subspace, full):
+    la.fit([(x, y)])
 process = GaussianProcessRegressor(ConstantKernel() * RBF() + WhiteKernel(NOISE**2), random_state=0).fit(x, y[:, 0])
 
 
 def band(la: SubspaceLaplace) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation over the grid."""
+    """Return mean and standard deviation over the grid."""
     prediction = la.predict(grid)
     return prediction.mean[:, 0].numpy(), prediction.total[:, 0, 0].sqrt().numpy()
 

@@ -10,7 +10,7 @@ RED, BLUE, GREEN, AMBER, SKY, GREY = "#D55E00", "#0072B2", "#009E73", "#E69F00",
 
 
 def save(figure: Figure, name: str) -> None:
-    """Writes the picture of a page."""
+    """Write the picture of a page."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGES / f"{name}.png", dpi=130)
     print(f"Picture in {IMAGES / f'{name}.png'}")

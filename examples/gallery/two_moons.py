@@ -1,8 +1,8 @@
 """# Two moons: doubt away from the data
 
-The plain network is sure of its class almost everywhere, also far from all data. The posterior is sure where
-there are data, and doubts elsewhere: with KFAC outside of the subspace more so, since a subspace from
-training inputs alone knows little of what lies far away.
+The plain network is sure of its class almost everywhere, even far from all data. The posterior is sure where
+there are data, and doubts elsewhere. With KFAC outside the subspace it doubts more, because a subspace built from
+training inputs alone holds little of the uncertainty far away.
 """
 
 import torch
@@ -23,9 +23,10 @@ for _ in range(800):
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
 
-options = {"dim": 60, "prior_precision": "marglik"}
-subspace = SubspaceLaplace.paper(model, "classification", **options).fit([(x, y)])
-with_kfac = SubspaceLaplace(model, "classification", complement=Complement("kfac", weight=1.0), **options).fit([(x, y)])
+subspace, with_kfac = (
+    SubspaceLaplace(model, "classification", dim=60, complement=complement, prior_precision="evidence").fit([(x, y)])
+    for complement in (None, Complement("kfac", weight=1.0))
+)
 
 side = torch.linspace(-5, 6, 120)
 grid = torch.cartesian_prod(side, side - 0.5)

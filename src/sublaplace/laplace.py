@@ -13,7 +13,9 @@ from sublaplace.curvature.matrix_free import FullCovariance
 from sublaplace.data.batches import input_batches, num_inputs
 from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
 from sublaplace.data.subspace_inputs import joined_inputs
+from sublaplace.evaluation import Evaluation
 from sublaplace.fitting import update
+from sublaplace.fitting.evaluating import evaluated
 from sublaplace.fitting.fit import fit, new_linearization
 from sublaplace.fitting.fitted import Fitted, Stage
 from sublaplace.fitting.report import summary_text
@@ -64,9 +66,11 @@ class SubspaceLaplace:
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
-            "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``.
-        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), "evidence": the λ that maximises the evidence of the KFAC
-            approximation, found before P is built, or "auto".
+            "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``. "auto": KFAC around a low-rank
+            subspace, with a fitted weight for regression and weight 1 otherwise; None around other subspaces.
+        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "evidence": the λ that maximises the evidence of the KFAC
+            approximation, found before P is built. "auto": the evidence for regression, leave-one-out of the linearised
+            network for classification; then tuned on validation data, if there are any.
         subspace_inputs: X′, from which P is built: inputs (a tensor, a batch or a loader; labels are not needed),
             ``Drawn(200)`` or ``Perturbed(0.1)``. None: drawn from the training data.
         forward: how the model is called, (model, inputs) → (n, C). None: ``model(x)``, ``model(**x)`` for a mapping,
@@ -84,7 +88,7 @@ class SubspaceLaplace:
         dim: int | Captured | None = None,
         *,
         projector: str | Projector | Builder | None = "lowrank-kfac",
-        complement: str | Complement | None = None,
+        complement: str | Complement | None = "auto",
         prior_precision: float | str = "auto",
         subspace_inputs: Any = None,
         forward: Forward | None = None,
@@ -173,15 +177,33 @@ class SubspaceLaplace:
             MemoryError: before an allocation that cannot fit.
         """
         loader = shared_out(self._checked_loader(train_loader), sharded)
-        fitted = fit(self._options, loader, self.model, self._forward, certify, checkpoint, progress)
+        options = self._options.resolved()
         if val_loader is not None:
-            fitted = tuned_on(fitted, self._checked_loader(val_loader), progress=progress)
+            self._require_other_data(train_loader, val_loader)
+        fitted = fit(options, loader, self.model, self._forward, certify, checkpoint, progress)
+        if val_loader is not None:
+            fitted = tuned_on(fitted, self._checked_loader(val_loader, "fit(…, val_loader)"), progress=progress)
         self._state, self._layout, self._data = fitted, fitted.linearization.layout, loader
         self._fingerprint = ParameterLayout.fingerprint(self.model)
         return self
 
-    def _checked_loader(self, loader: Any) -> Iterable[Any]:
-        return with_labels_under(self._labels_key, checked_loader(loader))
+    def _checked_loader(self, loader: Any, name: str = "fit") -> Iterable[Any]:
+        return with_labels_under(self._labels_key, checked_loader(loader, name))
+
+    def _require_other_data(self, train_loader: Any, val_loader: Any) -> None:
+        """Raise ValueError if validation data cannot tell anything: λ is fixed, or they are the training data."""
+        if self._options.prior_precision != "auto":
+            raise ValueError(
+                f"val_loader has no effect: prior_precision={self._options.prior_precision!r} says how λ is chosen. "
+                "Leave prior_precision out to choose λ on the validation data."
+            )
+        same = val_loader is train_loader
+        data = [getattr(loader, "dataset", None) for loader in (train_loader, val_loader)]
+        if same or (data[0] is not None and data[0] is data[1]):
+            raise ValueError(
+                "val_loader gives the training data, on which every posterior looks too sure of itself. Give data that "
+                "the network was not trained on."
+            )
 
     # Predicting -------------------------------------------------------------------------------------------------------
 
@@ -281,6 +303,23 @@ class SubspaceLaplace:
                         bar.update(jacobian.num_inputs)
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
+
+    def evaluate(self, loader: Iterable[Any], progress: bool = False) -> Evaluation:
+        """Return scores of the plain network beside the posterior's, on data that neither has seen.
+
+        NLL, accuracy, ECE and Brier score for classes; NLL, RMSE, CRPS and the coverage of 90 % intervals for
+        regression, where the plain network's σ is the root mean square of its training residuals. `print` shows a
+        table, `.plot()` draws reliability or coverage. Cost: one prediction of the data.
+
+        Args:
+            loader: (inputs, targets) batches.
+            progress: show a bar.
+
+        Raises:
+            ValueError: if the loader is empty, or the likelihood has neither classes nor noise.
+        """
+        fitted = self._usable()
+        return evaluated(fitted, self._checked_loader(loader, "evaluate"), progress)
 
     # Held against the full Laplace approximation ----------------------------------------------------------------------
 
@@ -419,7 +458,7 @@ class SubspaceLaplace:
     @property
     def prior_precision(self) -> float | None:
         """λ; None before fit where it is to be tuned."""
-        return self._options.prior_precision if self._state is None else self._state.posterior.prior_precision
+        return self._options.given_prior if self._state is None else self._state.posterior.prior_precision
 
     @property
     def noise_std(self) -> Noise | None:
@@ -463,40 +502,32 @@ class SubspaceLaplace:
         return self._with(fitted.with_prior(prior))
 
     def updated(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
-        """Return a new posterior that has also seen `loader`, with P kept: that of a fit on both with this P."""
-        fitted, subspace = self._usable(), self._subspace()
-        if fitted.posterior.outside is not None:
-            raise ValueError(
-                "A posterior with a complement cannot be updated: its factors outside of the subspace were summed over "
-                "the first data alone. Fit again on all data."
-            )
-        loader = shared_out(self._checked_loader(loader))
-        posterior, certificate, survey = update.updated(
-            self._options.resources.tolerance(fitted.linearization.dtype),
-            subspace,
-            fitted.certificate,
-            fitted.survey,
-            loader,
-            fitted.linearization,
-            progress,
-        )
-        other = self._with(replace(fitted, posterior=posterior, certificate=certificate, survey=survey))
+        """Return a new posterior that has also seen `loader`: that of a fit on both with the same P, λ and weight.
+
+        Args:
+            loader: more training data.
+            progress: show bars.
+        """
+        fitted = self._usable()
+        loader = shared_out(self._checked_loader(loader, "updated"))
+        tolerance = self._options.resources.tolerance(fitted.linearization.dtype)
+        other = self._with(update.updated(fitted, tolerance, loader, progress))
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
-    def tuned(self, by: Any = "evidence", *, noise: bool = False, progress: bool = False) -> "SubspaceLaplace":
+    def tuned(self, by: Any = "evidence", *, noise: bool | None = None, progress: bool = False) -> "SubspaceLaplace":
         """Return the same posterior with its best λ, with P kept.
 
         Args:
             by: "evidence", or a loader of validation data, whose NLL is minimised.
-            noise: tune σ as well.
+            noise: tune σ as well; None: on validation data yes, by the evidence no.
             progress: show a bar.
         """
         fitted = self._usable()
         if isinstance(by, str):
             if by != "evidence":
                 raise ValueError(f"Unknown way to tune, '{by}'; choose 'evidence' or give a loader of validation data.")
-            found = tuned_by_evidence(fitted, noise)
+            found = tuned_by_evidence(fitted, bool(noise))
         else:
             found = tuned_on(fitted, self._checked_loader(by), noise, progress)
         return self._with(found)
@@ -597,7 +628,8 @@ class SubspaceLaplace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
-        fitted, options = self._usable(), self._options
+        fitted = self._usable()
+        options = fitted.options
         tensors, numbers = fitted.posterior.stored()
         description = {
             "posterior": numbers,
@@ -609,6 +641,7 @@ class SubspaceLaplace:
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
+            "chosen_by": fitted.chosen_by,
         }
         if fitted.certificate is not None:
             products, description["certificate"] = fitted.certificate.stored()
@@ -661,7 +694,7 @@ class SubspaceLaplace:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._state = Fitted(linearization, posterior, survey, certificate)
+        la._state = Fitted(la._options, linearization, posterior, survey, certificate, chosen_by=found["chosen_by"])
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
 
@@ -713,8 +746,8 @@ class SubspaceLaplace:
         raise missing_member(name)
 
     def __repr__(self) -> str:
-        options = self._options
-        outside = "" if options.complement is None else f" + {options.complement.kind} outside"
+        options = self._options if self._state is None else self._state.options
+        outside = "" if options.outside is None else f" + {options.outside.kind} outside"
         what = f"{options.likelihood.name or type(options.likelihood).__name__}, {options.label}{outside}"
         head = f"SubspaceLaplace({type(self.model).__name__}, {what}"
         if self._state is None:

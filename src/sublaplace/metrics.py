@@ -1,7 +1,7 @@
-"""Scores of predictions and of approximate covariances: tensors in, numbers out.
+"""Metrics of predictions and of approximate covariances, from tensors to numbers.
 
-Everything is evaluated in float64, whatever the dtype of the arguments. Covariances are taken as given: the
-observation noise σ²I, where a score needs it, is added by the caller.
+All metrics are computed in float64, whatever the dtype of the arguments. If a metric needs the observation noise σ²I,
+the caller adds it to the covariance.
 
 Shapes: n inputs, C outputs or classes, d dimensions of a joint Gaussian.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-_SUM_TOLERANCE = 1e-4  # generous to the rounding of a float32 softmax over many classes, not to logits
+_SUM_TOLERANCE = 1e-4  # covers the rounding of a float32 softmax over many classes, but rejects logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +21,9 @@ class ReliabilityBins:
     """Top-class confidence against accuracy in equal-width bins, each field of shape (bins,)."""
 
     confidence: Tensor
-    """Mean top probability of the inputs in the bin, NaN where it is empty."""
+    """Mean top-class probability of the inputs in the bin; NaN if the bin is empty."""
     accuracy: Tensor
-    """Share of the inputs in the bin whose top class is the target, NaN where it is empty."""
+    """Fraction of the inputs in the bin whose top class is the target; NaN if the bin is empty."""
     count: Tensor
     """Number of inputs in the bin."""
 
@@ -34,24 +34,31 @@ def kl_gaussian(
     mean_p: Tensor | None = None,
     mean_q: Tensor | None = None,
 ) -> float:
-    """Kullback-Leibler divergence KL(N(m_p, S_p) ‖ N(m_q, S_q)) of two joint Gaussians.
+    """Return the Kullback-Leibler divergence KL(N(m_p, S_p) ‖ N(m_q, S_q)) of two joint Gaussians.
 
-    ½ [Tr(S_q⁻¹ S_p) − d + (m_q − m_p)ᵀ S_q⁻¹ (m_q − m_p) + ln det S_q − ln det S_p]
+    KL = ½ [Tr(S_q⁻¹ S_p) − d + (m_q − m_p)ᵀ S_q⁻¹ (m_q − m_p) + ln det S_q − ln det S_p]. Cost: O(d³).
 
-    Covariances are (d, d), means (d,); without means they count as equal. Cost: O(d³).
+    Args:
+        covariance_p: S_p (d, d).
+        covariance_q: S_q (d, d).
+        mean_p: m_p (d,); None, for both means: the means are equal.
+        mean_q: m_q (d,).
+
+    Raises:
+        ValueError: if shapes do not match, a value is not finite or a covariance is not positive definite.
     """
     S_p = _square("covariance_p", covariance_p)
     S_q = _square("covariance_q", covariance_q)
     if S_p.ndim != 2 or S_p.shape != S_q.shape:
         raise ValueError(
-            f"covariance_p and covariance_q must be (d, d) matrices of one size, "
+            f"covariance_p and covariance_q must be (d, d) matrices of the same size, "
             f"not {tuple(S_p.shape)} and {tuple(S_q.shape)}"
         )
     if (mean_p is None) != (mean_q is None):
-        raise ValueError("give both mean_p and mean_q, or neither")
+        raise ValueError("pass both mean_p and mean_q, or neither")
     L_p = _cholesky("covariance_p", S_p)
     L_q = _cholesky("covariance_q", S_q)
-    # L_q⁻¹ L_p is triangular: a strip of its columns needs the rows from its own diagonal on alone.
+    # L_q⁻¹ L_p is lower triangular, so a strip of columns needs only the rows from its diagonal on.
     width = -(-len(S_p) // 8)
     trace = sum(
         torch.linalg.solve_triangular(L_q[k:, k:], L_p[k:, k : k + width], upper=False).square().sum()
@@ -70,17 +77,25 @@ def kl_gaussian(
 
 
 def kl_categorical(p: Tensor, q: Tensor, reduction: Literal["mean", "sum"] = "mean") -> float:
-    """Kullback-Leibler divergence of categorical predictives (n, C), mean or sum over the inputs.
+    """Return the Kullback-Leibler divergence of categorical predictions.
 
-    KL(p ‖ q) = Σ_c p_c ln(p_c / q_c), with 0 ln 0 = 0 and q clipped at the smallest normal float64, so that
-    the result is finite. Cost: O(nC).
+    KL(p ‖ q) = Σ_c p_c ln(p_c / q_c), where 0 ln 0 = 0. q is clipped at the smallest normal float64, which keeps the
+    result finite. Cost: O(nC).
+
+    Args:
+        p: probabilities (n, C).
+        q: probabilities (n, C).
+        reduction: "mean" or "sum" over the inputs.
+
+    Raises:
+        ValueError: if p or q do not hold probabilities of the same shape.
     """
     P, Q = _probabilities("p", p), _probabilities("q", q)
     if P.shape != Q.shape:
         raise ValueError(f"p and q must have one shape, not {tuple(P.shape)} and {tuple(Q.shape)}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
-    # A float32 softmax sums to one only up to 1e-7, which would show in small divergences.
+    # A float32 softmax sums to one only up to 1e-7, which would distort small divergences.
     P, Q = P / P.sum(-1, keepdim=True), Q / Q.sum(-1, keepdim=True)
     terms = torch.xlogy(P, P) - torch.xlogy(P, Q.clamp_min(torch.finfo(Q.dtype).tiny))
     total = max(0.0, terms.sum().item())
@@ -88,38 +103,49 @@ def kl_categorical(p: Tensor, q: Tensor, reduction: Literal["mean", "sum"] = "me
 
 
 def log_trace(covariance: Tensor) -> float:
-    """Logarithm of the total trace, ln Σ_i Tr Σ_i, of covariances (..., C, C); −inf where the trace is zero.
+    """Return the logarithm of the total trace, ln Σ_i Tr Σ_i, of covariances (..., C, C); −inf if the trace is zero.
 
     Cost: O(nC).
+
+    Raises:
+        ValueError: if the trace is negative, or a value is not finite.
     """
     trace = _square("covariance", covariance).diagonal(dim1=-2, dim2=-1).sum().item()
     if trace < 0:
-        raise ValueError(f"covariance has the negative trace {trace:g}: it is not a covariance")
+        raise ValueError(f"covariance has the negative trace {trace:g}, so it is not a covariance")
     return math.log(trace) if trace > 0 else -math.inf
 
 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
-    """Frobenius distance ‖approximate − exact‖_F / ‖exact‖_F over all entries jointly.
+    """Return the relative Frobenius error ‖approximate − exact‖_F / ‖exact‖_F over all entries.
 
     Cost: linear in the number of entries.
+
+    Raises:
+        ValueError: if shapes differ, a value is not finite or `exact` is zero everywhere.
     """
     A, E = _finite("approximate", approximate), _finite("exact", exact)
     if A.shape != E.shape:
         raise ValueError(f"approximate and exact must have one shape, not {tuple(A.shape)} and {tuple(E.shape)}")
     norm = torch.linalg.vector_norm(E).item()
     if norm == 0:
-        raise ValueError("exact is zero everywhere: the relative error is undefined")
+        raise ValueError("exact is zero everywhere, so the relative error is undefined")
     return torch.linalg.vector_norm(A - E).item() / norm
 
 
 def nll(prediction: Tensor, targets: Tensor, covariance: Tensor | None = None) -> float:
-    """Mean negative log-likelihood −ln p(y|x) of a classification or, with a covariance, a regression.
+    """Return the mean negative log-likelihood −ln p(y|x) of a classification or, with a covariance, of a regression.
 
-    Classification: `prediction` holds probabilities (n, C), `targets` class indices (n,);
-    −(1/n) Σ_i ln p_{i,y_i}, infinite where a class that occurred was given probability zero. Cost: O(nC).
+    The classification metric is −(1/n) Σ_i ln p_{i,y_i}, which is infinite if a target has probability zero.
+    Cost: O(nC). The regression metric is −(1/n) Σ_i ln N(y_i | m_i, S_i). Cost: O(nC³).
 
-    Regression: `prediction` holds means (n, C), `targets` is (n, C) and `covariance` (n, C, C) is that of the
-    whole predictive, noise included; −(1/n) Σ_i ln N(y_i | m_i, S_i). Cost: O(nC³).
+    Args:
+        prediction: probabilities (n, C) for classification, means m (n, C) for regression.
+        targets: class indices (n,) for classification, values y (n, C) for regression.
+        covariance: S (n, C, C), the predictive covariance including the noise, for regression only.
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
     """
     if covariance is None:
         probabilities, labels = _classification("prediction", prediction, targets)
@@ -130,10 +156,18 @@ def nll(prediction: Tensor, targets: Tensor, covariance: Tensor | None = None) -
 
 
 def reliability_bins(probabilities: Tensor, targets: Tensor, bins: int = 19) -> ReliabilityBins:
-    """Confidence, accuracy and count of the top-class predictions in equal-width bins of [0, 1].
+    """Return the confidence, accuracy and count of top-class predictions in equal-width bins of [0, 1].
 
-    `probabilities` is (n, C), `targets` (n,). Bin b holds the top probabilities in (b/bins, (b+1)/bins], the
-    first one also 0. Cost: O(n (C + log bins)).
+    Bin b covers the top-class probabilities in (b/bins, (b+1)/bins]; the first bin includes 0.
+    Cost: O(n (C + log bins)).
+
+    Args:
+        probabilities: (n, C).
+        targets: class indices (n,).
+        bins: the number of bins.
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
     """
     P, labels = _classification("probabilities", probabilities, targets)
     if bins < 1:
@@ -143,7 +177,7 @@ def reliability_bins(probabilities: Tensor, targets: Tensor, bins: int = 19) -> 
     bin_of_input = torch.bucketize(confidence, inner_edges)
     count = torch.bincount(bin_of_input, minlength=bins)
     correct = (top_class == labels).to(P.dtype)
-    # An empty bin gives 0 / 0 = NaN, as documented.
+    # An empty bin yields 0 / 0 = NaN, as documented.
     return ReliabilityBins(
         confidence=torch.bincount(bin_of_input, confidence, minlength=bins) / count,
         accuracy=torch.bincount(bin_of_input, correct, minlength=bins) / count,
@@ -152,20 +186,35 @@ def reliability_bins(probabilities: Tensor, targets: Tensor, bins: int = 19) -> 
 
 
 def ece(probabilities: Tensor, targets: Tensor, bins: int = 19) -> float:
-    """Expected calibration error Σ_b (n_b / n) |accuracy_b − confidence_b| of the top class.
+    """Return the expected calibration error Σ_b (n_b / n) |accuracy_b − confidence_b| of the top class.
 
-    Bins as in `reliability_bins`; `probabilities` is (n, C), `targets` (n,). Cost: O(n (C + log bins)).
+    Cost: O(n (C + log bins)).
+
+    Args:
+        probabilities: (n, C).
+        targets: class indices (n,).
+        bins: the number of bins, as in `reliability_bins`.
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
     """
     diagram = reliability_bins(probabilities, targets, bins)
     gap = (diagram.accuracy - diagram.confidence).abs()
-    # Empty bins are NaN and weigh nothing.
+    # Empty bins are NaN and have zero weight.
     return (diagram.count * gap).nansum().item() / len(targets)
 
 
 def brier(probabilities: Tensor, targets: Tensor) -> float:
-    """Brier score (1/n) Σ_i Σ_c (p_ic − [c = y_i])², mean over the data of the sum over classes, in [0, 2].
+    """Return the Brier score (1/n) Σ_i Σ_c (p_ic − [c = y_i])², which lies in [0, 2].
 
-    `probabilities` is (n, C), `targets` (n,). Cost: O(nC).
+    The score is summed over classes, so for two classes it is twice the score of scikit-learn. Cost: O(nC).
+
+    Args:
+        probabilities: (n, C).
+        targets: class indices (n,).
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
     """
     P, labels = _classification("probabilities", probabilities, targets)
     one_hot = torch.nn.functional.one_hot(labels, P.shape[1])
@@ -173,11 +222,19 @@ def brier(probabilities: Tensor, targets: Tensor) -> float:
 
 
 def coverage(mean: Tensor, covariance: Tensor, targets: Tensor, level: float = 0.9) -> float:
-    """Share of the targets inside the `level` ellipsoid of a Gaussian predictive.
+    """Return the fraction of targets inside the `level` ellipsoid of a Gaussian prediction.
 
-    A target counts where (y − m)ᵀ S⁻¹ (y − m) ≤ q, q the `level` quantile of the chi-square distribution with
-    C degrees of freedom. `mean` and `targets` are (n, C), `covariance` (n, C, C) with the noise.
-    Cost: O(nC³).
+    A target is inside if (y − m)ᵀ S⁻¹ (y − m) ≤ q, where q is the `level` quantile of the chi-square distribution with
+    C degrees of freedom. Cost: O(nC³).
+
+    Args:
+        mean: m (n, C).
+        covariance: S (n, C, C), including the noise.
+        targets: y (n, C).
+        level: the probability of the ellipsoid, strictly between 0 and 1.
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie strictly between 0 and 1, not {level}")
@@ -186,11 +243,64 @@ def coverage(mean: Tensor, covariance: Tensor, targets: Tensor, level: float = 0
     return inside.double().mean().item()
 
 
-def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
-    """Area under the ROC curve: the share of (positive, negative) pairs in which the positive scores higher.
+def accuracy(probabilities: Tensor, targets: Tensor) -> float:
+    """Return the share of inputs whose most probable class is the target. Cost: O(nC).
 
-    P(s⁺ > s⁻) + ½ P(s⁺ = s⁻) over two one-dimensional sets of scores, which may be infinite but not NaN.
+    Args:
+        probabilities: (n, C).
+        targets: class indices (n,).
+
+    Raises:
+        ValueError: if shapes do not match, or a value is not valid.
+    """
+    P, labels = _classification("probabilities", probabilities, targets)
+    return (P.argmax(1) == labels).double().mean().item()
+
+
+def rmse(mean: Tensor, targets: Tensor) -> float:
+    """Return the root mean square error over all inputs and outputs, both (n, C). Cost: O(nC)."""
+    if mean.shape != targets.shape or mean.numel() == 0:
+        raise ValueError(f"targets must have the shape of mean, {tuple(mean.shape)}, not {tuple(targets.shape)}")
+    return (_finite("targets", targets) - _finite("mean", mean)).square().mean().sqrt().item()
+
+
+def crps(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
+    r"""Return the mean continuous ranked probability score of Gaussian predictions N(m, v), each output on its own.
+
+    For one target it is √v · (z (2Φ(z) − 1) + 2φ(z) − π^(−½)) with z = (y − m)/√v, in the units of the targets; smaller
+    is better. Cost: O(nC).
+
+    Args:
+        mean: m (n, C).
+        variance: v (n, C), including the noise.
+        targets: y (n, C).
+
+    Raises:
+        ValueError: if shapes do not match, or a variance is not positive.
+    """
+    if not mean.shape == variance.shape == targets.shape or mean.numel() == 0:
+        raise ValueError("mean, variance and targets must have one shape (n, C)")
+    spread = _finite("variance", variance)
+    if (spread <= 0).any():
+        raise ValueError("variance must be positive")
+    std = spread.sqrt()
+    z = (_finite("targets", targets) - _finite("mean", mean)) / std
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    score = std * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+    return score.mean().item()
+
+
+def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
+    """Return the area under the ROC curve, P(s⁺ > s⁻) + ½ P(s⁺ = s⁻) over all pairs of scores.
+
     Cost: O(n log n).
+
+    Args:
+        scores_positive: s⁺, a vector; infinite scores are allowed.
+        scores_negative: s⁻, a vector; infinite scores are allowed.
+
+    Raises:
+        ValueError: if a set of scores is empty, not a vector or contains NaN.
     """
     for name, scores in (("scores_positive", scores_positive), ("scores_negative", scores_negative)):
         if scores.ndim != 1 or len(scores) == 0:
@@ -205,7 +315,7 @@ def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
 
 
 def _chi_square_quantile(level: float, degrees: int) -> float:
-    """The q with P(χ²_degrees ≤ q) = γ(degrees/2, q/2) = level, by bisection to float64 precision."""
+    """Return q with P(χ²_degrees ≤ q) = level, by bisection of the incomplete gamma function to float64 precision."""
     shape = torch.tensor(degrees / 2, dtype=torch.float64)
 
     def distribution(q: float) -> float:
@@ -216,18 +326,18 @@ def _chi_square_quantile(level: float, degrees: int) -> float:
         low, high = high, 2 * high
     while True:
         middle = 0.5 * (low + high)
-        if not low < middle < high:  # no float lies between them any more
+        if not low < middle < high:  # no float is left between them
             return high
         low, high = (middle, high) if distribution(middle) < level else (low, middle)
 
 
 def _mahalanobis(residuals: Tensor, L: Tensor) -> Tensor:
-    """Squared distances rᵀ (L Lᵀ)⁻¹ r of residuals (..., C) for lower triangular L (..., C, C)."""
+    """Return the squared distances rᵀ (L Lᵀ)⁻¹ r of residuals r (..., C) for lower triangular L (..., C, C)."""
     return torch.linalg.solve_triangular(L, residuals[..., None], upper=False).square().sum(dim=(-2, -1))
 
 
 def _half_log_determinant(L: Tensor) -> Tensor:
-    """½ ln det(L Lᵀ) of lower triangular L (..., C, C)."""
+    """Return ½ ln det(L Lᵀ) for lower triangular L (..., C, C)."""
     return L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
@@ -259,12 +369,12 @@ def _probabilities(name: str, probabilities: Tensor) -> Tensor:
         raise ValueError(f"{name} must be a non-empty (n, C) matrix, not {tuple(probabilities.shape)}")
     P = _finite(name, probabilities)
     if (P < 0).any() or ((P.sum(dim=1) - 1).abs() > _SUM_TOLERANCE).any():
-        raise ValueError(f"{name} must hold probabilities, not negative and summing to one: are they logits?")
+        raise ValueError(f"{name} must hold probabilities, which are not negative and sum to one: are they logits?")
     return P
 
 
 def _classification(name: str, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Checked float64 probabilities (n, C) and int64 labels (n,) on one device."""
+    """Return checked float64 probabilities (n, C) and int64 labels (n,) on the same device."""
     P = _probabilities(name, probabilities)
     n, C = P.shape
     if targets.shape != (n,):
@@ -281,11 +391,11 @@ def _classification(name: str, probabilities: Tensor, targets: Tensor) -> tuple[
 
 
 def _regression(name: str, mean: Tensor, covariance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Residuals (n, C) and Cholesky factors (n, C, C) of the covariances, all checked."""
+    """Return checked residuals (n, C) and Cholesky factors (n, C, C) of the covariances."""
     if mean.ndim != 2 or mean.numel() == 0:
         raise ValueError(f"{name} must be a non-empty (n, C) matrix, not {tuple(mean.shape)}")
     n, C = mean.shape
-    # Without these checks (n,) targets would broadcast against (n, 1) means to a wrong (n, n).
+    # Without these checks, targets (n,) would broadcast against means (n, 1) to a wrong (n, n).
     if targets.shape != (n, C):
         raise ValueError(f"targets must have shape ({n}, {C}) to match {name}, not {tuple(targets.shape)}")
     if covariance.shape != (n, C, C):

@@ -3,7 +3,7 @@
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from sublaplace.model.likelihoods.base import LIKELIHOODS, Likelihood
 from sublaplace.projectors.registry import FULL, PROJECTORS, Builder, Projector
 
 AUTO, EVIDENCE, FITTED = "auto", "evidence", "fitted"
-DEFAULT_PRIOR = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,39 @@ class Options:
     likelihood: Likelihood
     projector: Projector | None  # None: no subspace, the complement alone
     dim: int | Captured
-    complement: Complement | None
-    prior_precision: float | None  # None: by the evidence
+    complement: Complement | str | None  # "auto" until `resolved`
+    prior_precision: float | str  # or "auto", "evidence"
     subspace_inputs: SubspaceInputs
     seed: int
     resources: Resources
+
+    def resolved(self) -> "Options":
+        """Return the options of one fit, in which "auto" has become what it stands for.
+
+        KFAC stands outside of a low-rank subspace, for regression with a fitted weight. (For classification λ is chosen
+        so that another weight gains nothing.) Subspaces of single parameters have nothing outside.
+        """
+        complement = self.complement
+        if isinstance(complement, str):
+            suits = self.projector is None or self.projector.needs_inputs
+            complement = Complement("kfac", FITTED if self.likelihood.has_noise else 1.0) if suits else None
+        return replace(self, complement=complement)
+
+    @property
+    def outside(self) -> Complement | None:
+        """What stands outside of the subspace, once it is resolved."""
+        return None if isinstance(self.complement, str) else self.complement
+
+    @property
+    def given_prior(self) -> float | None:
+        """λ, if it is a number."""
+        return None if isinstance(self.prior_precision, str) else self.prior_precision
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether λ is chosen by leave-one-out: "auto" for classification in a low-rank subspace."""
+        low_rank = self.projector is not None and self.projector.needs_inputs
+        return self.prior_precision == AUTO and low_rank and not self.likelihood.has_noise
 
     @property
     def label(self) -> str:
@@ -136,7 +163,7 @@ class Options:
     @property
     def holds_back(self) -> bool:
         """Whether a part of X′ is not for P, but to choose s or the weight of the complement."""
-        return self.chooses_dim or (self.complement is not None and self.complement.fits_weight)
+        return self.chooses_dim or (self.outside is not None and self.outside.fits_weight)
 
     @property
     def needs_inputs(self) -> bool:
@@ -169,7 +196,7 @@ class Options:
 
 def plain_numbers(option: Any) -> Any:
     """Return a small dataclass as a mapping with its name, anything else as it is."""
-    if option is None or isinstance(option, int):
+    if option is None or isinstance(option, int | str):
         return option
     return {"is": type(option).__name__} | {f.name: getattr(option, f.name) for f in fields(option)}
 
@@ -222,7 +249,7 @@ def _refuse_without_effect(options: Options, dim: Any, subspace_inputs: Any) -> 
             "projector=None leaves no uncertainty at all: it goes with a complement, which then is the whole "
             "posterior, as in complement='kfac'."
         )
-    if projector is FULL and options.complement is not None:
+    if projector is FULL and options.outside is not None:
         raise ValueError("projector='full' leaves nothing outside: it goes without a complement.")
     has_dim = projector is not None and not projector.own_dim
     if dim is not None and not has_dim:
@@ -230,7 +257,7 @@ def _refuse_without_effect(options: Options, dim: Any, subspace_inputs: Any) -> 
         raise ValueError(f"dim has no effect: {which}. Leave it out, or choose a low-rank or subset projector.")
     if options.chooses_dim and not (projector is not None and projector.needs_inputs):
         raise ValueError("dim=Captured(…) needs a low-rank projector, whose inputs it can hold back a part of.")
-    if subspace_inputs is not None and not options.needs_inputs:
+    if subspace_inputs is not None and not options.needs_inputs and not isinstance(options.complement, str):
         raise ValueError(
             f"subspace_inputs has no effect: projector='{options.label}' is not built from inputs. It belongs to the "
             "low-rank projectors, to dim=Captured(…) and to a complement with a fitted weight."
@@ -261,10 +288,12 @@ def checked_dim(dim: Any) -> int | Captured:
     return int(dim)
 
 
-def checked_complement(complement: Any) -> Complement | None:
+def checked_complement(complement: Any) -> Complement | str | None:
     """Return what stands outside of the subspace; a name has a fitted weight."""
     if complement is None or isinstance(complement, Complement):
         return complement
+    if isinstance(complement, str) and complement == AUTO:
+        return AUTO
     if complement not in ("kfac", "diagonal"):
         raise ValueError(
             f"Unknown complement {complement!r}; choose 'kfac', 'diagonal', Complement('kfac', weight=1.0) or None."
@@ -272,8 +301,8 @@ def checked_complement(complement: Any) -> Complement | None:
     return Complement(complement)
 
 
-def checked_prior(prior_precision: Any) -> float | None:
-    """Return λ; None: by the evidence."""
+def checked_prior(prior_precision: Any) -> float | str:
+    """Return λ, "auto" or "evidence"."""
     if isinstance(prior_precision, str):
         if prior_precision == "marglik":
             raise ValueError("prior_precision='marglik' is now prior_precision='evidence'.")
@@ -281,7 +310,7 @@ def checked_prior(prior_precision: Any) -> float | None:
             raise ValueError(
                 f"Unknown prior_precision '{prior_precision}'; give a positive number, '{AUTO}' or '{EVIDENCE}'."
             )
-        return DEFAULT_PRIOR if prior_precision == AUTO else None
+        return prior_precision
     return checked_positive(prior_precision, "prior_precision")
 
 

@@ -1,4 +1,4 @@
-"""The subspace θ = θ̂ + P μ: a basis held by parameter, or a choice of single parameters."""
+"""The subspace θ = θ̂ + P μ: a basis stored by parameter, or a subset of single parameters."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,36 +13,37 @@ from sublaplace.model.parameters import ParameterLayout
 
 
 class Projection(Protocol):
-    """P (p, s), as far as posteriors need it. Its columns are orthonormal, leading ones first."""
+    """The projection P (p, s). Its columns are orthonormal and ordered by importance."""
 
     @property
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """The dimension s of the subspace."""
 
     def apply(self, jacobian: Jacobian) -> Tensor:
-        """J P: (n, K, s)."""
+        """Return J P: (n, K, s)."""
 
     def gram(self) -> Tensor:
-        """PᵀP: (s, s) in float64; the identity up to the rounding of P."""
+        """Return PᵀP, the identity up to the rounding of P: (s, s) in float64."""
 
     def leading(self, dim: int) -> "Projection":
-        """The first `dim` columns."""
+        """Return the projection to the first `dim` columns."""
 
     def matrix(self) -> Tensor:
-        """P itself: (p, s)."""
+        """Return P as a dense matrix: (p, s)."""
 
     def lift(self, coordinates: Tensor) -> Tensor:
-        """P μ for coordinates (k, s): (k, p)."""
+        """Return P μ for coordinates (k, s): (k, p)."""
 
     def part(self, name: str) -> Tensor:
-        """The columns of P as far as they belong to one parameter, as rows: (s, size)."""
+        """Return the rows of P that belong to one parameter, transposed: (s, size)."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """P as a file keeps it, for `projection_from`."""
+        """Return P as tensors for a file; `projection_from` restores it."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Any orthonormal P, stored once: for each parameter the (s, size) part of Pᵀ. Memory: p·s."""
+    """A dense orthonormal P, stored as the (s, size) part of Pᵀ for each parameter. Memory: p·s."""
 
     layout: ParameterLayout
     vectors: Vectors
@@ -75,7 +76,7 @@ class Basis:
 
 @dataclass(frozen=True)
 class Subset:
-    """Unit vectors of chosen parameters, as indices into θ̂. Memory: s."""
+    """A subset of single parameters, stored as indices into θ̂. Memory: s."""
 
     layout: ParameterLayout
     indices: Tensor  # (s,)
@@ -119,7 +120,13 @@ class Subset:
 
 
 def projection_from(tensors: dict[str, Tensor], layout: ParameterLayout, dtype: torch.dtype) -> Projection:
-    """Return the projection of `Projection.tensors`."""
+    """Restore the projection that `Projection.tensors` stored.
+
+    Args:
+        tensors: the stored tensors.
+        layout: the parameters of the model.
+        dtype: the dtype of the model, for a `Subset`.
+    """
     if "indices" in tensors:
         return Subset(layout, tensors["indices"], dtype)
     return Basis(layout, {name: tensors[f"basis.{name}"] for name in layout.names})

@@ -1,6 +1,6 @@
-"""Estimators for scikit-learn: a small network trained to its MAP, and the subspace Laplace approximation around it.
+"""Estimators for scikit-learn: a small network trained to its MAP, with a subspace Laplace approximation.
 
-``pip install 'sublaplace[sklearn]'``
+Install with ``pip install 'sublaplace[sklearn]'``.
 """
 
 import warnings
@@ -36,14 +36,14 @@ _DTYPES = (np.float64, np.float32)
 
 
 class _SubspaceLaplaceEstimator(BaseEstimator):
-    """What both estimators share: their parameters, the training, and the posterior `laplace_`."""
+    """Base class of both estimators, with the training and the posterior `laplace_`."""
 
     laplace_: SubspaceLaplace
 
     def _fit(
         self, inputs: Tensor, targets: Tensor, num_outputs: int, likelihood: Likelihood, given: Hyperparameters
     ) -> None:
-        """Trains a network and fits `laplace_`, which takes inputs as they are and standardises them itself."""
+        """Train a network and fit `laplace_`, whose network standardises its inputs itself."""
         schedule = Schedule(
             epochs=checked_count(self.max_iter, "max_iter"),
             batch_size=checked_count(self.batch_size, "batch_size"),
@@ -52,7 +52,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31))
         generator = torch.Generator().manual_seed(seed)
         network = mlp(inputs, self._hidden_widths(), num_outputs, self._activation(), generator)
-        # Made before the training, so that a parameter it refuses costs no time.
+        # Constructed before the training, so that an invalid parameter fails early.
         self._laplace(network, likelihood, 1.0, seed)
         training = train(network, likelihood, inputs, targets, given, schedule, generator)
         network.eval()
@@ -60,7 +60,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         self.n_iter_ = len(training.objective)
         self.prior_precision_ = training.prior_precision
         with warnings.catch_warnings():
-            # `dim_` tells how many dimensions there are; small data have fewer than the default.
+            # The default dim is often above the rank of a small data set; `dim_` reports the dimension used.
             warnings.filterwarnings("ignore", message=r"dim=\d+ is above")
             self.laplace_ = self._laplace(network, training.likelihood, training.prior_precision, seed)
             self.laplace_.fit([(inputs, targets)])
@@ -83,7 +83,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         if isinstance(self.prior_precision, str):
             if self.prior_precision != "evidence":
                 raise ValueError(
-                    f"Unknown prior_precision '{self.prior_precision}'; give a positive number or 'evidence'."
+                    f"Unknown prior_precision '{self.prior_precision}'; pass a positive number or 'evidence'."
                 )
             return None
         return checked_positive(self.prior_precision, "prior_precision")
@@ -99,37 +99,40 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         return ACTIVATIONS[self.activation]
 
     def _inputs(self, X: ArrayLike) -> Tensor:
-        """X (n, n_features) as a tensor of the network's dtype."""
+        """Return X (n, n_features) as a tensor of the network's dtype."""
         check_is_fitted(self)
         dtype = next(self.laplace_.model.parameters()).dtype
         return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype)
 
 
 class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
-    """Regression by a small network, with the uncertainty of a subspace Laplace approximation.
+    """Neural network regressor with the uncertainty of a subspace Laplace approximation.
 
-    Inputs and targets are standardised inside. The network is trained to θ̂, its MAP under the prior N(0, λ⁻¹ I) and
-    the noise σ, by Adam with weight decay λ/N. Predictions are N(f(x), Σ_P(x) + σ²), linearised at θ̂. Works in float32
-    where X is float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
+    Inputs and targets are standardised internally. Adam with weight decay λ/N trains the network to θ̂, its MAP under
+    the prior N(0, λ⁻¹ I) and the noise σ. Predictions are N(f(x), Σ_P(x) + σ²), linearised at θ̂. Computations are in
+    float32 if X is float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
 
     Args:
         hidden_layer_sizes: widths of the hidden layers.
         activation: "tanh", "relu", "gelu" or "silu".
-        projector: the subspace, as in `SubspaceLaplace`.
-        dim: its dimension s, as in `SubspaceLaplace`; above the rank, the rank is used, see `dim_`.
-        complement: what is outside of it.
-        prior_precision: λ > 0, or "evidence": tuned by the evidence while the network is trained.
-        noise_std: σ in the units of y, one number or one for each target; None: tuned by the evidence, one number for
-            all (standardised) targets.
-        learning_rate: of Adam at the start; it falls to zero along a cosine.
-        batch_size: inputs a step.
+        projector: the projector that chooses the subspace, as in `SubspaceLaplace`.
+        dim: the dimension s of the subspace, as in `SubspaceLaplace`; at most the rank, see `dim_`.
+        complement: the approximation outside of the subspace, as in `SubspaceLaplace`.
+        prior_precision: λ > 0, or "evidence" to tune λ by the evidence during training.
+        noise_std: σ in the units of y, one number or one per target. With None, the evidence tunes one number for all
+            standardised targets.
+        learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
+        batch_size: inputs per step.
         max_iter: passes over the data.
-        random_state: of the network's weights, the order of the data and the draw of subspace inputs.
+        random_state: the seed of the weights, of the order of the data and of the drawn subspace inputs.
 
     Attributes:
-        laplace_: the fitted `SubspaceLaplace`: takes X as it is, gives standardised targets.
-        prior_precision_, noise_std_, dim_: λ, σ in the units of y, s, as used.
-        loss_curve_, n_iter_: the objective, mean −ln p(y|f) + λ/2N ‖θ‖² of standardised targets, after each pass.
+        laplace_: the fitted `SubspaceLaplace`, which takes X without preprocessing and predicts standardised targets.
+        prior_precision_: λ, as used.
+        noise_std_: σ in the units of y, as used.
+        dim_: s, as used.
+        loss_curve_: the objective after each pass, mean −ln p(y|f) + λ/2N ‖θ‖² of standardised targets.
+        n_iter_: the number of passes.
     """
 
     def __init__(
@@ -165,7 +168,15 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "SubspaceLaplaceRegressor":
-        """Trains the network and fits the posterior. X is (n, n_features), y (n,) or (n, n_targets)."""
+        """Train the network and fit the posterior.
+
+        Args:
+            X: inputs (n, n_features).
+            y: targets (n,) or (n, n_targets).
+
+        Returns:
+            The fitted estimator.
+        """
         inputs, values = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True)
         targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1))
         standardise = Standardisation(targets)
@@ -192,14 +203,25 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
     @overload
     def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any: ...
     def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any:
-        """The mean, and on demand the standard deviations or the joint covariance of new observations at X.
+        """Predict the mean and, on request, the standard deviation or joint covariance of new observations at X.
 
-        As of a `GaussianProcessRegressor` with a `WhiteKernel`, both hold the noise: std² = Σ_P(x) + σ². The model's
-        own share is std² − noise_std_². Shapes: mean and std as y, (n,) or (n, n_targets); the covariance (n, n) or
-        (n, n, n_targets). Cost: one pass; the joint covariance takes (n · n_targets)² numbers.
+        Both include the noise, std² = Σ_P(x) + σ², as in a `GaussianProcessRegressor` with a `WhiteKernel`. Without the
+        noise, the variance is std² − noise_std_². Cost: one pass; the joint covariance takes (n · n_targets)² numbers.
+
+        Args:
+            X: inputs (n, n_features).
+            return_std: whether to return the standard deviation.
+            return_cov: whether to return the joint covariance.
+
+        Returns:
+            The mean, in the shape of y: (n,) or (n, n_targets). With `return_std`, also the standard deviation in the
+            same shape. With `return_cov`, also the covariance, (n, n) or (n, n, n_targets).
+
+        Raises:
+            ValueError: if both `return_std` and `return_cov` are set.
         """
         if return_std and return_cov:
-            raise ValueError("Ask for return_std or return_cov, not for both.")
+            raise ValueError("Ask for return_std or for return_cov, not for both.")
         inputs = self._inputs(X)
         if not (return_std or return_cov):
             with torch.no_grad():
@@ -223,22 +245,32 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
 
 
 class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
-    """Classification by a small network, with the probabilities of a subspace Laplace approximation.
+    """Neural network classifier with the probabilities of a subspace Laplace approximation.
 
-    Inputs are standardised inside. The network is trained to θ̂, its MAP under the prior N(0, λ⁻¹ I), by Adam with
-    weight decay λ/N. Probabilities average the softmax over the posterior of the logits. Works in float32 where X is
+    Inputs are standardised internally. Adam with weight decay λ/N trains the network to θ̂, its MAP under the prior
+    N(0, λ⁻¹ I). Probabilities average the softmax over the posterior of the logits. Computations are in float32 if X is
     float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
 
-    All other arguments are those of `SubspaceLaplaceRegressor`.
-
     Args:
-        link: how logits become probabilities, "probit", "mc" or "bridge".
+        hidden_layer_sizes: widths of the hidden layers.
+        activation: "tanh", "relu", "gelu" or "silu".
+        projector: the projector that chooses the subspace, as in `SubspaceLaplace`.
+        dim: the dimension s of the subspace, as in `SubspaceLaplace`; at most the rank, see `dim_`.
+        complement: the approximation outside of the subspace, as in `SubspaceLaplace`.
+        prior_precision: λ > 0, or "evidence" to tune λ by the evidence during training.
+        link: how logits become probabilities: "probit", "mc" or "bridge".
+        learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
+        batch_size: inputs per step.
+        max_iter: passes over the data.
+        random_state: the seed of the weights, of the order of the data and of the drawn subspace inputs.
 
     Attributes:
         classes_: the labels, in the order of the columns of `predict_proba`.
-        laplace_: the fitted `SubspaceLaplace`: takes X as it is.
-        prior_precision_, dim_: λ and s, as used.
-        loss_curve_, n_iter_: the objective, mean −ln p(y|f) + λ/2N ‖θ‖², after each pass.
+        laplace_: the fitted `SubspaceLaplace`, which takes X without preprocessing.
+        prior_precision_: λ, as used.
+        dim_: s, as used.
+        loss_curve_: the objective after each pass, mean −ln p(y|f) + λ/2N ‖θ‖².
+        n_iter_: the number of passes.
     """
 
     def __init__(
@@ -269,7 +301,18 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "SubspaceLaplaceClassifier":
-        """Trains the network and fits the posterior. X is (n, n_features), y (n,) labels of any kind."""
+        """Train the network and fit the posterior.
+
+        Args:
+            X: inputs (n, n_features).
+            y: labels (n,) of any type.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            ValueError: if y holds only one class.
+        """
         inputs, values = validate_data(self, X, y, dtype=_DTYPES)
         check_classification_targets(values)
         self.classes_, labels = np.unique(values, return_inverse=True)
@@ -280,20 +323,26 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         return self
 
     def predict_proba(self, X: ArrayLike) -> Floats:
-        """The probability of each class: (n, n_classes), columns as `classes_`."""
+        """Return the probability of each class for inputs X: (n, n_classes), columns in the order of `classes_`."""
         inputs = self._inputs(X)
         return self.laplace_.predict(inputs, link=self.link).probabilities.numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """The most probable class: (n,)."""
+        """Return the most probable class for inputs X: (n,)."""
         most_probable = self.predict_proba(X).argmax(1)
         return self.classes_[most_probable]
 
 
 def log_predictive_density(estimator: SubspaceLaplaceRegressor, X: ArrayLike, y: ArrayLike) -> float:
-    """The mean of ln N(y | mean, std²) over X and the targets: a `scoring` for searches that counts the uncertainty.
+    """Return the mean of ln N(y | mean, std²) over X and the targets.
 
-    R², the usual score, looks at the mean alone, which does not depend on s.
+    Use it as `scoring` in a search over `dim` or `projector`. The default score R² depends only on the mean, which is
+    the same for every subspace.
+
+    Args:
+        estimator: the fitted regressor.
+        X: inputs (n, n_features).
+        y: targets (n,) or (n, n_targets).
     """
     mean, std = estimator.predict(X, return_std=True)
     return float(np.mean(-0.5 * ((np.asarray(y) - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)))

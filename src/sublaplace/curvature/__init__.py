@@ -1,0 +1,1 @@
+"""The GGN in exact, Kronecker-factored, diagonal and matrix-free form."""

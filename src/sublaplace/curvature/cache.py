@@ -1,4 +1,4 @@
-"""The curvatures of one fit, each computed once."""
+"""The curvatures of one fit, each computed only once."""
 
 from dataclasses import dataclass, field
 
@@ -15,13 +15,13 @@ Exact = DensePrecision | DualPrecision
 
 @dataclass(frozen=True)
 class Curvatures:
-    """The training data as curvature in every form; each form costs one pass the first time it is asked for."""
+    """The curvature of the training data in every form; the first request for a form costs one pass over the data."""
 
     stream: CurvatureStream
     num_data: int  # N
     num_outputs: int  # C
     _blocks: dict[str, BlockPrecision] = field(default_factory=dict)
-    _exact: dict[float, Exact] = field(default_factory=dict)  # by λ: its factorisation is kept
+    _exact: dict[float, Exact] = field(default_factory=dict)  # by λ, because each holds its factorisation
 
     def kfac(self, prior_precision: float) -> BlockPrecision:
         """Return Λ with the Kronecker-factored GGN."""
@@ -39,7 +39,7 @@ class Curvatures:
         """Return the exact Λ.
 
         Raises:
-            MemoryError: if it does not fit.
+            MemoryError: if it does not fit into memory.
         """
         if prior_precision not in self._exact:
             rows, p = self._sizes
@@ -47,24 +47,20 @@ class Curvatures:
                 exact_bytes(p, rows),
                 self.stream.linearization.device,
                 f"The exact GGN of {p:,} parameters",
-                "Use a subspace such as projector='lowrank-kfac', fewer data, or leave fewer parameters with "
-                "requires_grad=True; full_covariance() of a fitted subspace serves a few inputs at any size.",
+                "Use a subspace such as projector='lowrank-kfac', less data, or fewer parameters with "
+                "requires_grad=True; full_covariance() of a fitted subspace handles a few inputs at any size.",
             )
             self._exact[prior_precision] = exact_ggn(self.stream, rows, prior_precision)
         return self._exact[prior_precision]
 
     def exact_fits(self, prior_precision: float) -> bool:
-        """Tell whether there is memory for `exact`."""
+        """Return whether `exact` fits into memory or is already computed."""
         rows, p = self._sizes
         return prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
 
     def has(self, kind: str) -> bool:
-        """Tell whether "kfac" or "diagonal" has been computed."""
+        """Return whether a form, "kfac" or "diagonal", has been computed."""
         return kind in self._blocks
-
-    def keep_exact(self, precision: Exact) -> None:
-        """Use an exact Λ that was made elsewhere."""
-        self._exact[precision.prior_precision] = precision
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -27,9 +27,9 @@ class _SquaredRows:
 
 
 def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecision:
-    r"""Λ with GGN ≈ diag Σ_i J_iᵀ H_i J_i: exact diagonal, one pass.
+    """Return Λ with GGN ≈ diag Σ_i J_iᵀ H_i J_i, the exact diagonal, in one pass over the data.
 
-    Cost: K backward passes an input and the squared rows, n·K·p multiplications; memory p.
+    Cost: K backward passes and K·p multiplications per input; memory p.
     """
     layout = stream.linearization.layout
     device, dtype = stream.linearization.device, stream.linearization.dtype

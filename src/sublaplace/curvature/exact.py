@@ -1,4 +1,4 @@
-"""The exact GGN, where it fits."""
+"""The exact GGN, for models where it fits into memory."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,16 +13,16 @@ from sublaplace.model.linalg import mirrored
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.runtime.distributed import ranks_of
 
-_PANEL = 1024  # columns of the GGN that are added to at once
-_WIDE = 32  # inputs of a layer from which on its outer products are used
+_PANEL = 1024  # columns of the GGN that are updated at once
+_WIDE = 32  # fewest inputs of a layer for which its outer products are used
 
 
 @dataclass(frozen=True)
 class _DenseSum:
-    r"""Σ VᵀV: at least its lower triangle, at half the cost of all.
+    """The sum Σ VᵀV, of which at least the lower triangle is filled, at half the cost of the full matrix.
 
-    Where a layer is applied once an input, its K rows are outer products g aᵀ, and its share with all rows v is
-    Σ_n a_n ⊗ (Σ_k g_nk v_nk): K times cheaper than that of other parameters, which are added panel by panel.
+    If a layer is applied once per input, its K rows are outer products g aᵀ. Its product with all rows v is then
+    Σ_n a_n ⊗ (Σ_k g_nk v_nk), which is K times cheaper than a dense product. Other parameters are added panel by panel.
     """
 
     layout: ParameterLayout
@@ -30,7 +30,7 @@ class _DenseSum:
 
     def add(self, jacobian: Jacobian) -> None:
         rows = jacobian.dense_rows().double()
-        plain = stop = 0  # where the parameters begin that are not added yet
+        plain = stop = 0  # `plain`: start of the parameters that are not added yet
         for name, size in self.layout.sizes.items():
             start, stop = stop, stop + size
             block = jacobian.blocks.get(name)
@@ -45,7 +45,7 @@ class _DenseSum:
             self.ggn[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
 
     def _add_outer(self, rows: Tensor, block: OuterBlock, start: int) -> None:
-        """Adds the share of one layer, some of its outputs at once; rows (n, K, p)."""
+        """Add the products of one layer with all rows (n, K, p), a few of its outputs at a time."""
         a, g = block.inputs[:, 0, :, 0].double(), block.gradients[:, :, 0, :, 0].double()  # (n, I), (n, K, O)
         (I, O), step = (block.fan_in, block.fan_out), rows.shape[1]
         for first in range(0, O, step):
@@ -92,9 +92,15 @@ class _Rows:
 
 
 def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) -> DensePrecision | DualPrecision:
-    """Λ = Σ_i J_iᵀ H_i J_i + λI, dense in float64: as p × p, or as its `num_rows` rows (N·C) where these are fewer.
+    """Return Λ = Σ_i J_iᵀ H_i J_i + λI in float64, as a p × p matrix, or by its rows if there are fewer than p.
 
-    Cost: num_rows·min(p, num_rows)·p, as p × p less where layers are applied once an input; memory: see `exact_bytes`.
+    Cost: num_rows·min(p, num_rows)·p; a p × p matrix costs less if layers are applied once per input. Memory: see
+    `exact_bytes`.
+
+    Args:
+        stream: the training data.
+        num_rows: the number of Jacobian rows, N·C.
+        prior_precision: λ.
     """
     layout = stream.linearization.layout
     p = layout.num_parameters
@@ -110,6 +116,6 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
 
 
 def exact_bytes(num_parameters: int, num_rows: int) -> int:
-    """Memory that `exact_ggn` and one Cholesky factor of it need at their peak."""
+    """Return the peak memory of `exact_ggn` and one Cholesky factor, in bytes."""
     smaller = min(num_parameters, num_rows)
     return 8 * (2 * smaller * num_parameters + 2 * smaller**2)

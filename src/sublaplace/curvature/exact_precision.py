@@ -1,4 +1,4 @@
-"""The exact precision in the two forms that can be inverted: p × p, or by its rows."""
+"""The exact precision in two forms that can be inverted: a p × p matrix, or its rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ def _dense_rows(jacobians: Jacobians) -> Tensor:
 
 @dataclass(frozen=True)
 class DensePrecision(Precision):
-    """The exact Λ = GGN + λI as a p × p matrix, float64. Memory: 2p² numbers; p³/3 for each λ."""
+    """The exact Λ = GGN + λI as a p × p matrix in float64. Cost: p³/3 per λ; memory 2p²."""
 
     layout: ParameterLayout
     ggn: Tensor  # (p, p)
@@ -43,7 +43,6 @@ class DensePrecision(Precision):
         return cls(layout, tensors["ggn"], numbers["prior_precision"], numbers["scale"])
 
     def scaled(self, factor: float) -> "DensePrecision":
-        """The curvature times a factor, λ as it is."""
         return replace(self, ggn=self.ggn * factor, scale=self.scale * factor)
 
     @cached_property
@@ -86,9 +85,9 @@ class DensePrecision(Precision):
 
 @dataclass(frozen=True)
 class DualPrecision(Precision):
-    """The exact Λ = VᵀV + λI by its m rows V, for m < p, float64. Memory: m·p + m² numbers; m³/3 for each λ.
+    """The exact Λ = VᵀV + λI by its m < p rows V, in float64. Cost: m²·p/2 + m³/3 per λ; memory m·p + m².
 
-    Λ⁻¹ = λ⁻¹ (I − Vᵀ (VVᵀ + λI)⁻¹ V), the Woodbury identity.
+    The inverse follows from the Woodbury identity, Λ⁻¹ = λ⁻¹ (I − Vᵀ (VVᵀ + λI)⁻¹ V).
     """
 
     layout: ParameterLayout
@@ -111,7 +110,6 @@ class DualPrecision(Precision):
         return cls(layout, tensors["rows"], numbers["prior_precision"], numbers["scale"])
 
     def scaled(self, factor: float) -> "DualPrecision":
-        """The curvature times a factor, λ as it is."""
         return replace(self, rows=self.rows * factor**0.5, scale=self.scale * factor)
 
     @cached_property
@@ -121,7 +119,7 @@ class DualPrecision(Precision):
         return cholesky(inner, "The dual posterior precision")
 
     def _solved(self, flat: Tensor) -> Tensor:
-        """Λ⁻¹ times rows (r, p)."""
+        """Return Λ⁻¹ times vectors (r, p)."""
         correction = torch.cholesky_solve(self.rows @ flat.T, self._factor).T @ self.rows
         return (flat - correction) / self.prior_precision
 

@@ -1,4 +1,4 @@
-"""J Λ⁻¹ Jᵀ over many inputs together, where the rows of J do not fit into memory but their factors may."""
+"""The joint covariance J Λ⁻¹ Jᵀ of many inputs, when the rows of J do not fit into memory but their factors may."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,14 @@ _ROWS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
 
 
 def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, jacobians: Jacobians) -> Tensor:
-    """J Λ⁻¹ Jᵀ for a block-diagonal Λ: (nK, nK) in float64.
+    """Return J Λ⁻¹ Jᵀ for a block-diagonal Λ: (nK, nK) in float64.
 
-    Of every parameter the rows of all inputs are kept, or the factors where they are smaller: T·(I + K·O) numbers an
-    input in place of K·O·I, for the last layers of a convolution network some fifty times less. From the
-    factors the rows are formed for a few outputs of the map at a time. The Jacobians are run through once for each
-    group of parameters whose blocks fit into the memory budget together.
+    For every parameter, the rows of all inputs are kept, or their factors if these are smaller. The factors have
+    T·(I + K·O) entries per input, the rows K·O·I. In the last layers of a convolutional network, the factors are about
+    fifty times smaller. Rows are formed from factors for a few outputs of the map at a time. Each group of parameters
+    whose blocks fit into the memory budget needs one pass over the inputs.
 
-    Cost: (nK)²·p/2, and a pass over the inputs a group; memory: the budget and (nK)².
+    Cost: (nK)²·p/2, and one pass over the inputs per group; memory: the budget and (nK)².
     """
     total = torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64, device=jacobians.device)
     for group in _groups(parts, jacobians):
@@ -34,7 +34,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
                 block = jacobian.blocks.get(name)
                 blocks.append(None if block is None else _compact(parts[name].turn(block)))
             counts.append(jacobian.num_inputs * jacobian.num_rows)
-            del jacobian  # or it would stand in memory beside the next one
+            del jacobian  # frees its memory before the next one is computed
         for name in group:
             scale = (parts[name].eigenvalues() + prior_precision).rsqrt()
             for columns in _columns(held.pop(name), counts, scale):
@@ -47,7 +47,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
 
 
 def _groups(parts: dict[str, Part], jacobians: Jacobians) -> list[list[str]]:
-    """Parameters, in order, in groups whose blocks for all inputs fit into the memory budget together."""
+    """Split the parameters, in order, into groups whose blocks for all inputs fit into the memory budget."""
     one = next(iter(jacobians.few(1)))
     limit = jacobians.memory_budget // (num_inputs(jacobians.inputs) * jacobians.dtype.itemsize)
     sizes = {name: _num_elements(_compact(one.blocks[name])) if name in one.blocks else 0 for name in parts}
@@ -55,7 +55,7 @@ def _groups(parts: dict[str, Part], jacobians: Jacobians) -> list[list[str]]:
 
 
 def _compact(block: Block) -> Block:
-    """The block itself if it is smaller than its rows, else these."""
+    """Return the block if its factors are smaller than its rows, otherwise a block of its rows."""
     if isinstance(block, OuterBlock) and block.num_elements < block.num_inputs * block.num_rows * block.size:
         return block
     return RowBlock(block.rows())
@@ -66,7 +66,7 @@ def _num_elements(block: Block) -> int:
 
 
 def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor) -> Iterator[Tensor]:
-    """The rows of all inputs times `scale` (size,), as many columns at a time as are to be in memory: (nK, columns)."""
+    """Yield the rows of all inputs times `scale` (size,), a limited number of columns at a time: (nK, columns)."""
     outer = next((block for block in blocks if isinstance(block, OuterBlock)), None)
     if outer is None:
         yield _joined([None if block is None else block.rows() for block in blocks], counts, scale)
@@ -87,7 +87,7 @@ def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor) -> It
 
 
 def _joined(rows: list[Tensor | None], counts: list[int], scale: Tensor) -> Tensor:
-    """The rows (n, K, columns) of all chunks times `scale`, below each other; zeros where there are none."""
+    """Concatenate the rows (n, K, columns) of all chunks, times `scale`; a chunk without rows gives zeros."""
     flat = [
         scale.new_zeros(count, len(scale)) if part is None else part.flatten(0, 1)
         for part, count in zip(rows, counts, strict=True)

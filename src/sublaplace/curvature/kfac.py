@@ -14,38 +14,26 @@ from sublaplace.jacobians.jacobian import Jacobian, require_finite_sum
 from sublaplace.runtime.memory import require
 
 DENSE_LIMIT = 1000
-"""Parameters without a Kronecker form get their exact dense block up to this size, beyond it the diagonal."""
+"""Largest size of a parameter without Kronecker factors that gets its dense block; larger ones get the diagonal."""
 
 
 @dataclass
 class _KroneckerSums:
-    """Σ a aᵀ, Σ g gᵀ and the number of terms of the first: unnormalised, so that sums of parts add up."""
+    """The sums Σ a aᵀ and Σ g gᵀ, and the number of terms of the first; unnormalised, so that parts add up."""
 
     inputs: Tensor  # (G, I, I), or its diagonal (G, I) for one-hot inputs
     gradients: Tensor  # (G, O, O)
-    positions: float  # weighted, where inputs are
+    positions: float  # number of terms of Σ a aᵀ, weighted if the inputs are
     transposed: bool
 
     def part(self, dtype: torch.dtype) -> KroneckerPart:
         moment = self.inputs / self.positions
-        if moment.ndim == 2:
-            input_values, input_vectors = moment, None
-        else:
-            input_values, vectors = torch.linalg.eigh(moment)
-            input_vectors = vectors.to(dtype)
-        output_values, output_vectors = torch.linalg.eigh(self.gradients)
-        return KroneckerPart(
-            input_values.clamp_min(0).to(dtype),
-            input_vectors,
-            output_values.clamp_min(0).to(dtype),
-            output_vectors.to(dtype),
-            self.transposed,
-        )
+        return KroneckerPart.of(moment, self.gradients, self.transposed, self.positions, dtype)
 
 
 @dataclass(frozen=True)
 class _LayerSums:
-    """The factors of every weight, and the exact block or diagonal of parameters without Kronecker form."""
+    """The Kronecker factors of every weight, and the dense block or diagonal of all other parameters."""
 
     reduce: bool
     kronecker: dict[str, _KroneckerSums] = field(default_factory=dict)
@@ -58,7 +46,7 @@ class _LayerSums:
                 self._add_kronecker(name, block, moments, jacobian)
             elif name in self.kronecker:
                 raise ValueError(
-                    f"Parameter '{name}' is used as a linear map on some inputs and otherwise on others, so it has no "
+                    f"Parameter '{name}' is used as a linear map for some inputs but not for others, so it has no "
                     "Kronecker factors. Use a projector without KFAC, such as 'lowrank-diagonal'."
                 )
             else:
@@ -75,7 +63,7 @@ class _LayerSums:
             _require_room(name, block)
         if self.reduce and isinstance(block, OuterBlock):
             block = block.reduced()
-        # A weight and its bias share their gradients, so their second moment is formed once.
+        # A weight and its bias share their gradients, so the second moment of the gradients is computed once.
         key = block.gradient_key
         if key not in moments or self.reduce:
             moments[key] = block.gradient_moment()
@@ -119,7 +107,7 @@ class _LayerSums:
 
 
 def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
-    """A word before factors that do not fit: those of a large vocabulary, say."""
+    """Raise MemoryError if the factors of a parameter, such as a large embedding, do not fit into memory."""
     groups, *sides = block.factor_sides
     require(
         3 * 8 * groups * sum(side**2 for side in sides),
@@ -130,15 +118,24 @@ def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
 
 
 def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool = False) -> BlockPrecision:
-    r"""Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, one pass.
+    """Return Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, in one pass over the data.
 
-    All K directions of the output Hessian's root, nothing sampled; weight and bias apart; the positions t of a layer,
-    over all of its calls, are treated as independent (expand), or with `reduce` averaged and summed first (not for
-    embeddings). A parameter
-    without this form gets its exact dense block, or its diagonal where it has more than 1,000 entries. Exact for
-    a linear layer with T = 1 and a single input or constant g.
+    All K columns of the output Hessian's root are used; nothing is sampled. Weight and bias have separate factors. The
+    positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). A parameter without
+    Kronecker factors gets its exact dense block, or its diagonal if it has more than 1,000 entries. The approximation
+    is exact for a linear layer with T = 1 and a single input or constant g.
 
-    Cost: K backward passes an input, and per layer T·I² + K·T·O² multiplications an input; memory Σ (I² + O²).
+    Cost: K backward passes per input, and T·I² + K·T·O² multiplications per layer and input; memory Σ (I² + O²).
+
+    Args:
+        stream: the training data.
+        prior_precision: λ.
+        reduce: whether to average inputs and sum gradients over the positions first (KFAC-reduce); embeddings are
+            not affected.
+
+    Raises:
+        ValueError: if a parameter is a linear map only for some inputs, or a gradient is not finite.
+        MemoryError: if the factors of a parameter do not fit into memory.
     """
     dtype = stream.linearization.dtype
     layout = stream.linearization.layout
@@ -160,7 +157,7 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
 
 @dataclass
 class _Traces:
-    """What the traces of one weight's block are made of: of Σ a aᵀ and Σ g gᵀ a group, and of the exact block."""
+    """The traces of Σ a aᵀ and Σ g gᵀ per group, and of the exact block, for one weight."""
 
     inputs: Tensor  # (G,)
     gradients: Tensor  # (G,)
@@ -184,10 +181,10 @@ class _Traces:
 
 
 def trace_ratios(jacobians: Iterable[Jacobian]) -> dict[str, float]:
-    """The trace of each weight's Kronecker-factored block over that of the exact one, on these inputs alone.
+    """Return the trace of each weight's Kronecker-factored block over the trace of its exact block, on these inputs.
 
-    The factored trace may be far from the exact one where positions are dependent, as in convolutions. Weights without
-    gradients are left out. Cost: the rows of the inputs, chunk by chunk.
+    The ratio may be far from 1 if positions are dependent, as in convolutions. Weights with zero gradients are left
+    out. Cost: the dense rows of all weights, chunk by chunk.
     """
     sums: dict[str, _Traces] = {}
     for jacobian in jacobians:

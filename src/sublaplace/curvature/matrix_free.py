@@ -1,8 +1,8 @@
-"""The exact Laplace approximation at any size: Λ by its products with vectors alone, one pass over the data each.
+"""The exact Laplace approximation at any size: Λ is used only through products with vectors.
 
-Solutions with Λ come from block conjugate gradients. A pass over the data costs about the same for one vector as for
-many, and a block of r vectors searches a space that grows by r dimensions a pass: many right-hand sides together need
-far fewer passes than each alone.
+Every product costs one pass over the data. Linear systems with Λ are solved by block conjugate gradients. A pass costs
+about the same for one vector as for many, and a block of r vectors searches a space that grows by r dimensions per
+pass. Many right-hand sides together therefore need far fewer passes than one at a time.
 """
 
 import warnings
@@ -22,11 +22,11 @@ from sublaplace.projection import Basis
 from sublaplace.runtime.memory import require
 
 _MOST_PASSES = 200
-_PATIENCE = 20  # passes without progress after which rounding is blamed
+_PATIENCE = 20  # passes without progress, after which rounding errors are assumed to dominate
 
 
 class Solution(NamedTuple):
-    """x ≈ Λ⁻¹ b for r vectors b."""
+    """The solution x ≈ Λ⁻¹ b for r vectors b."""
 
     vectors: Vectors
     remainders: Vectors  # b − Λx
@@ -37,29 +37,36 @@ class Solution(NamedTuple):
 class FullCovariance(NamedTuple):
     """The covariance of the full Laplace approximation, up to a certified error."""
 
-    covariance: Tensor  # (n, C, C), or (nC, nC) over all inputs together; float64
-    error: float  # the true one lies above by at most this (largest eigenvalue of the difference)
+    covariance: Tensor  # (n, C, C), or (nC, nC) jointly over all inputs; float64
+    error: float  # upper bound on the largest eigenvalue of (true covariance − covariance), which is ≥ 0
     relative_residual: float
     passes: int
 
 
 @dataclass(frozen=True)
 class MatrixFreePrecision:
-    r"""Λ = GGN + λI, by products with vectors. `preconditioner` is an invertible approximation of it, KFAC usually.
+    """The precision Λ = GGN + λI, used through products with vectors.
 
-    Cost of `matmul`: a pass over the data with K backward passes and 2·K·p·r multiplications an input; of `solve`: one
-    such pass an iteration; memory 7·p·r, and the memory budget for directions of earlier iterations, 2·p·r each.
+    Cost: `matmul` takes one pass over the data, with K backward passes and 2·K·p·r multiplications per input. `solve`
+    takes one pass per iteration. Memory: 7·p·r, and the memory budget for directions of earlier iterations, 2·p·r each.
+
+    Args:
+        stream: the training data.
+        preconditioner: an invertible approximation of Λ, usually KFAC, which also holds λ.
+        tolerance: the largest relative residual ‖b − Λx‖ / ‖b‖.
     """
 
     stream: CurvatureStream
     preconditioner: BlockPrecision
-    tolerance: float = 1e-6  # of ‖b − Λx‖ / ‖b‖
+    tolerance: float = 1e-6
 
     @property
     def prior_precision(self) -> float:
+        """The prior precision λ."""
         return self.preconditioner.prior_precision
 
     def matmul(self, vectors: Vectors) -> Vectors:
+        """Return Λ v for r vectors."""
         basis = Basis(self.stream.linearization.layout, vectors)
         _, product = reduced_ggn_and_product(self.stream, basis)
         for name, part in product.items():
@@ -67,16 +74,22 @@ class MatrixFreePrecision:
         return product
 
     def solve(self, vectors: Vectors) -> Vectors:
+        """Return Λ⁻¹ b for r vectors."""
         return self.solution(vectors).vectors
 
     def solution(self, vectors: Vectors) -> Solution:
-        r"""Λ⁻¹ b by block conjugate gradients.
+        """Solve Λ x = b for r vectors b by block conjugate gradients.
 
-        Every pass multiplies the preconditioned remainders Z by Λ, makes them Λ-orthogonal to the directions before
-        (all that fit into the memory budget, the last at least: in exact arithmetic the last would do),
-        takes a Λ-orthonormal basis D of them (without what is rounding) and moves x by D (Dᵀr). A last pass takes the
-        true remainder b − Λx, from which it starts again where rounding has led the updated one astray. Ends
-        at the tolerance, or with what was reached when a new start does not halve the residual, and a warning.
+        Every pass multiplies the preconditioned remainders Z by Λ and makes them Λ-orthogonal to earlier directions.
+        In exact arithmetic the last block of directions would suffice; as many as fit into the memory budget are used.
+        The pass then takes a Λ-orthonormal basis D of Z, without directions at rounding level, and moves x by D (Dᵀr).
+
+        After convergence, one more pass computes the true remainder b − Λx. If rounding has made the updated remainder
+        inaccurate, the iteration restarts from the true one. It ends at the tolerance. It also ends, with a warning,
+        when a restart does not halve the residual.
+
+        Raises:
+            MemoryError: if the vectors do not fit into memory.
         """
         layout = self.stream.linearization.layout
         like = next(iter(vectors.values()))
@@ -85,7 +98,7 @@ class MatrixFreePrecision:
             6 * count * layout.num_parameters * like.element_size(),
             like.device,
             f"Solving for {count:,} vectors of {layout.num_parameters:,} parameters",
-            "Give fewer inputs at a time, or choose a smaller dim.",
+            "Pass fewer inputs at a time, or choose a smaller dim.",
         )
         lengths = gram_diagonal(vectors).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         x = self.stream.linearization.zero_vectors(count)
@@ -101,14 +114,17 @@ class MatrixFreePrecision:
         if not reached <= self.tolerance:
             warnings.warn(
                 f"Conjugate gradients ended at a relative residual of {reached:.1e}, above the tolerance "
-                f"{self.tolerance:.1e}, after {passes} passes over the data. A float64 model, a larger memory_budget, "
-                "a larger prior precision or fewer inputs at a time help.",
+                f"{self.tolerance:.1e}, after {passes} passes over the data. Use a float64 model, a larger "
+                "memory_budget, a larger prior precision, or fewer inputs at a time.",
                 stacklevel=4,
             )
         return Solution(x, remainder, reached, passes)
 
     def _descend(self, x: Vectors, remainder: Vectors, lengths: Tensor) -> int:
-        """Conjugate gradients from x and its remainder, both updated, to the tolerance or a standstill; the passes."""
+        """Run conjugate gradients until convergence or stagnation, and return the number of passes over the data.
+
+        x and its remainder are updated in place.
+        """
         searched: deque[tuple[Vectors, Vectors]] = deque(maxlen=self._remembered(len(lengths)))
         eps = torch.finfo(self.stream.linearization.dtype).eps
         best, since = torch.inf, 0
@@ -121,14 +137,14 @@ class MatrixFreePrecision:
             Z = self.preconditioner.solve({name: part.clone() for name, part in remainder.items()})
             AZ = self.matmul(Z)
             energies = _diagonal_products(Z, AZ)
-            for _ in range(2):  # once leaves rounding, relative to what was taken away
+            for _ in range(2):  # the second round removes the rounding errors of the first
                 for directions, products in searched:
                     overlap = cross_gram(AZ, directions)
                     _subtract(Z, overlap, directions)
                     _subtract(AZ, overlap, products)
             mix = _orthonormalising(cross_gram(Z, AZ), energies, eps)
             if not len(mix):
-                return passes + 1  # nothing but rounding is left of the new directions
+                return passes + 1  # the new directions are at rounding level
             directions, products = combine(mix, Z), combine(mix, AZ)
             searched.append((directions, products))
             step = cross_gram(remainder, directions)
@@ -137,16 +153,16 @@ class MatrixFreePrecision:
         return _MOST_PASSES
 
     def _remembered(self, count: int) -> int:
-        """How many blocks of `count` directions, with their products, fit into the memory budget."""
+        """Return how many blocks of `count` directions, with their products, fit into the memory budget."""
         linearization = self.stream.linearization
         block = 2 * count * linearization.layout.num_parameters * linearization.dtype.itemsize
         return max(1, linearization.memory_budget // block)
 
     def full_covariance(self, jacobians: Jacobians) -> FullCovariance:
-        r"""J Λ⁻¹ Jᵀ over all inputs together, (nC, nC) in float64, from below.
+        """Return a lower bound on J Λ⁻¹ Jᵀ jointly over all inputs, (nC, nC) in float64, with its error.
 
-        With X ≈ Λ⁻¹Jᵀ and R = Jᵀ − ΛX it is JX + XᵀR + RᵀΛ⁻¹R: the first two terms are given, and the last, which is
-        left out, lies between 0 and RᵀR/λ. So the error is quadratic in the residual, and known.
+        With X ≈ Λ⁻¹Jᵀ and R = Jᵀ − ΛX, the covariance is JX + XᵀR + RᵀΛ⁻¹R. The result holds the first two terms. The
+        last term lies between 0 and RᵀR/λ, so the error is quadratic in the residual and has a known bound.
         """
         rows = jacobians.linearization.zero_vectors(jacobians.num_rows)
         start = 0
@@ -155,7 +171,7 @@ class MatrixFreePrecision:
             for name, block in jacobian.blocks.items():
                 rows[name][start:stop] = jacobian.require_finite(block.rows()).flatten(0, 1)
             start = stop
-            del jacobian  # or it would stand in memory beside the next one
+            del jacobian  # frees its memory before the next one is computed
         solution = self.solution(rows)
         for name, part in rows.items():
             part.add_(solution.remainders[name])
@@ -165,21 +181,21 @@ class MatrixFreePrecision:
 
 
 def _subtract(vectors: Vectors, weights: Tensor, others: Vectors) -> None:
-    """V −= weights W for vectors (r, p) and (q, p), weights (r, q)."""
+    """Subtract weights W from V in place, for weights (r, q) and vectors V (r, p), W (q, p)."""
     for name, part in vectors.items():
         add_product(part, -weights.to(part.dtype), others[name])
 
 
 def _diagonal_products(vectors: Vectors, others: Vectors) -> Tensor:
-    """The products of each vector with its partner: (r,) in float64."""
+    """Return the inner product of each vector with its counterpart: (r,) in float64."""
     parts = [(part.double() * others[name].double()).sum(1) for name, part in vectors.items()]
     return torch.stack(parts).sum(0)
 
 
 def _orthonormalising(products: Tensor, energies: Tensor, eps: float) -> Tensor:
-    """T (q, r) with T products Tᵀ = I, for the q ≤ r directions that are above rounding.
+    """Return T (q, r) with T products Tᵀ = I, for the q ≤ r directions above rounding level.
 
-    `energies` are the diagonal of the products before the directions of earlier iterations were taken out.
+    `energies` is the diagonal of `products` before the orthogonalisation against earlier directions.
     """
     length = energies.clamp_min(torch.finfo(products.dtype).tiny).rsqrt()
     scaled = products * length * length[:, None]

@@ -1,8 +1,8 @@
-r"""Posterior precisions Λ = GGN + λI in the forms that can be inverted.
+"""Posterior precisions Λ = GGN + λI that can be inverted.
 
-`BlockPrecision` is block-diagonal over the parameters, each block diagonal, Kronecker-factored or dense; the isotropic,
-the diagonal and the KFAC approximation are of this form. The exact ones are in `exact_precision.py`. All give the
-covariance of outputs, J Λ⁻¹ Jᵀ, and Λ⁻¹ times vectors of parameter space.
+`BlockPrecision` is block-diagonal over the parameters, and each block is diagonal, Kronecker-factored or dense. It
+covers the isotropic, diagonal and KFAC approximations. The exact precisions are in `exact_precision.py`. A precision
+yields the covariance of outputs, J Λ⁻¹ Jᵀ, and products of Λ⁻¹ with vectors in parameter space.
 """
 
 from abc import ABC, abstractmethod
@@ -22,29 +22,29 @@ from sublaplace.runtime.memory import grouped
 
 
 class Solvable(Protocol):
-    """Λ, as far as it can be divided by."""
+    """A precision Λ with a method to solve linear systems."""
 
     def solve(self, vectors: Vectors) -> Vectors:
-        """Return Λ⁻¹ v for r vectors, whose memory may be used for the result."""
+        """Return Λ⁻¹ v for r vectors; may overwrite the vectors."""
 
 
 @dataclass(frozen=True)
 class EigenvalueOccam:
-    """½ Σ ln(λ / (λ + γ)) by the eigenvalues γ of a curvature. Cost: one pass over them."""
+    """The Occam factor ½ Σ ln(λ / (λ + γ)), from the eigenvalues γ of a curvature. Cost: one read of them."""
 
-    eigenvalues: Tensor  # with `scale`: float64
-    scale: float  # the likelihood's factor that is in them
+    eigenvalues: Tensor  # γ, float64, including `scale`
+    scale: float  # of the likelihood, already in the eigenvalues
 
     def __call__(self, prior_precision: Tensor, scales: Tensor) -> Tensor:
-        """Evaluate at λ and other scales of the likelihood; several were summed up, and cannot be changed."""
+        """Evaluate at λ and another scale of the likelihood; several scales are summed up and cannot be changed."""
         ratio = scales.squeeze() / self.scale if scales.numel() == 1 else 1.0
         return 0.5 * (prior_precision / (prior_precision + ratio * self.eigenvalues)).log().sum()
 
 
 class Precision(ABC):
-    """Λ over all parameters, as projectors and predictions need it; each is a posterior as well.
+    """A precision Λ over all parameters, which projectors and predictions use; it is also a posterior.
 
-    Subclasses are frozen dataclasses with these three fields.
+    Subclasses are frozen dataclasses with the three fields below.
     """
 
     layout: ParameterLayout
@@ -59,21 +59,21 @@ class Precision(ABC):
 
     @property
     def subspace(self) -> None:
-        """There is no subspace."""
+        """None, because there is no subspace."""
         return None
 
     @property
     def outside(self) -> "BlockPrecision | None":
-        """The approximation that holds outside of the exact dimensions, if any."""
+        """The approximation outside of the exact dimensions, or None."""
         return None
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:
-        """Return the curvature times a factor, λ as it is."""
+        """Return Λ with the curvature times a factor and the same λ."""
 
     @abstractmethod
     def solve(self, vectors: Vectors) -> Vectors:
-        """Return Λ⁻¹ v for r vectors, whose memory may be used for the result."""
+        """Return Λ⁻¹ v for r vectors; may overwrite the vectors."""
 
     @abstractmethod
     def matmul(self, vectors: Vectors) -> Vectors:
@@ -85,7 +85,7 @@ class Precision(ABC):
 
     @abstractmethod
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        """Return J Λ⁻¹ Jᵀ over all inputs together: (nK, nK), float64."""
+        """Return J Λ⁻¹ Jᵀ jointly over all inputs: (nK, nK) in float64."""
 
     @abstractmethod
     def log_determinant(self) -> Tensor:
@@ -93,29 +93,33 @@ class Precision(ABC):
 
     @abstractmethod
     def curvature_eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of the GGN (approximation), without λ: float64."""
+        """Return the eigenvalues of the GGN or its approximation, without λ, in float64."""
 
     @abstractmethod
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
-        """Return draws from N(0, Λ⁻¹), (k, p), from standard normal draws: `noise(m)` gives (k, m)."""
+        """Return k draws from N(0, Λ⁻¹): (k, p).
+
+        Args:
+            noise: a function from m to standard normal draws (k, m).
+        """
 
     @abstractmethod
     def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the posterior as tensors and numbers, for `restored`."""
+        """Return the posterior as tensors and numbers for a file; `restored` inverts it."""
 
     @classmethod
     @abstractmethod
     def restored(
         cls, tensors: dict[str, Tensor], numbers: dict[str, Any], layout: ParameterLayout, dtype: torch.dtype
     ) -> Self:
-        """Return what `stored` was called on."""
+        """Restore a posterior from the result of `stored`."""
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         """Return the diagonals of `covariance`: (n, K)."""
         return self.covariance(jacobian).diagonal(dim1=1, dim2=2)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
-        """Return B = J Λ^(−½) by parameter, where that is cheap; None otherwise."""
+        """Return B = J Λ^(−½) by parameter, or None if it is expensive."""
         return None
 
     def with_prior(self, prior_precision: float) -> Self:
@@ -123,15 +127,19 @@ class Precision(ABC):
         return replace(self, prior_precision=prior_precision)  # type: ignore[type-var]
 
     def with_scales(self, scales: tuple[float, ...]) -> Self:
-        """Return Λ under another scale of the likelihood (σ⁻²), which must be a single one."""
+        """Return Λ under another scale of the likelihood (σ⁻²).
+
+        Raises:
+            ValueError: if there are several scales.
+        """
         return self.scaled(single(scales) / self.scale)
 
     def truncated(self, dim: int) -> Self:
-        """Raise ValueError: there is no subspace."""
+        """Raise ValueError, because there is no subspace."""
         raise ValueError("A posterior over all parameters has no leading dimensions.")
 
     def occam(self) -> EigenvalueOccam:
-        """Return ½ Σ ln(λ / (λ + γ)) as a function of λ and the likelihood's scales."""
+        """Return the Occam factor ½ Σ ln(λ / (λ + γ)) as a function of λ and the likelihood's scales."""
         return EigenvalueOccam(self.curvature_eigenvalues(), self.scale)
 
     def _numbers(self) -> dict[str, Any]:
@@ -140,13 +148,13 @@ class Precision(ABC):
 
 @dataclass(frozen=True)
 class BlockPrecision(Precision):
-    """Λ block-diagonal over the parameters. Memory: that of its parts, at most Σ (I² + O²) over the layers."""
+    """A precision Λ that is block-diagonal over the parameters. Memory: its parts, Σ (I² + O²) over layers for KFAC."""
 
     layout: ParameterLayout
     parts: dict[str, Part]
     prior_precision: float
     scale: float = 1.0  # of the likelihood, already in the curvature
-    weight: float = 1.0  # of the curvature against what was measured, already in it
+    weight: float = 1.0  # factor on the measured curvature, already in it
     kind: ClassVar[str] = "blocks"
 
     @property
@@ -158,14 +166,19 @@ class BlockPrecision(Precision):
         return self
 
     def scaled(self, factor: float) -> "BlockPrecision":
-        """The curvature times a factor, λ as it is."""
         return replace(
             self, parts={name: part.scaled(factor) for name, part in self.parts.items()}, scale=self.scale * factor
         )
 
     def reweighted(self, weight: float) -> "BlockPrecision":
-        """The curvature as it was measured times another weight, the likelihood's scale as it is."""
+        """Return Λ with another weight on the measured curvature and the same scale of the likelihood."""
         return replace(self.scaled(weight / self.weight), scale=self.scale, weight=weight)
+
+    def joined(self, more: "BlockPrecision") -> "BlockPrecision":
+        """Return the curvature of both data sets together, in units of a scale of 1 and with this one's weight."""
+        one, other = (block.scaled(1 / (block.scale * block.weight)) for block in (self, more))
+        parts = {name: part.joined(other.parts[name]) for name, part in one.parts.items()}
+        return BlockPrecision(self.layout, parts, self.prior_precision).reweighted(self.weight)
 
     def outside_covariances(self, jacobian: Jacobian, weights: Sequence[float]) -> Tensor:
         """Return J Λ⁻¹ Jᵀ for other weights of the curvature: (weights, n, K, K) in float64."""
@@ -198,7 +211,7 @@ class BlockPrecision(Precision):
         return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
-        """B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) for each parameter; None if it exceeds the memory budget."""
+        """Return B = J Λ^(−½) with B Bᵀ = J Λ⁻¹ Jᵀ, (nK, size) per parameter; None if it exceeds the memory budget."""
         if len(grouped_by_memory(self.layout, jacobians)) > 1:
             return None
         count, like = jacobians.num_rows, torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
@@ -210,11 +223,11 @@ class BlockPrecision(Precision):
                 whitened = self.parts[name].whiten(block, self.prior_precision)
                 rows[name][start:stop] = jacobian.require_finite(whitened).flatten(0, 1)
             start = stop
-            del jacobian  # or it would stand in memory beside the next one
+            del jacobian  # frees its memory before the next one is computed
         return rows
 
     def unwhitened(self, vectors: Vectors) -> Vectors:
-        """Λ^(−½) v, with the root that `whitened` uses: Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u. In the memory of the vectors."""
+        """Return Λ^(−½) v with the root of `whitened`, in place, so that Λ⁻¹ Jᵀ u = Λ^(−½) Bᵀ u."""
         for name, part in self.parts.items():
             for piece in _few(vectors[name]):
                 piece.copy_(part.unwhiten(piece, self.prior_precision))
@@ -260,27 +273,31 @@ class BlockPrecision(Precision):
 
 
 def _few(vectors: Tensor) -> tuple[Tensor, ...]:
-    """Views of a few vectors (r, size) each, so that what is computed from them stays small."""
+    """Split vectors (r, size) into views of a few vectors, to limit the memory of intermediate results."""
     return vectors.split(max(1, 2**24 // vectors.shape[1]))
 
 
 def single(scales: tuple[float, ...]) -> float:
-    """The only scale; an error that says why there must not be several."""
+    """Return the only scale.
+
+    Raises:
+        ValueError: if there are several scales.
+    """
     if len(scales) > 1:
         raise ValueError(
-            "The curvature over all parameters is kept as one sum over the outputs, so a noise_std for each output "
+            "The curvature over all parameters is one sum over the outputs, so a noise_std per output "
             "cannot be changed after the fit: fit again with it, or use a subspace projector."
         )
     return scales[0]
 
 
 def isotropic_precision(layout: ParameterLayout, like: Tensor, prior_precision: float) -> BlockPrecision:
-    """Λ = λI: no data at all."""
+    """Return Λ = λI, the precision without any data, with the dtype and device of `like`."""
     parts: dict[str, Part] = {name: DiagonalPart(like.new_zeros(size)) for name, size in layout.sizes.items()}
     return BlockPrecision(layout, parts, prior_precision)
 
 
 def grouped_by_memory(layout: ParameterLayout, jacobians: Jacobians) -> list[list[str]]:
-    """Parameters, in order, in groups whose rows for all inputs fit into the memory budget together."""
+    """Split the parameters, in order, into groups whose rows for all inputs fit into the memory budget."""
     limit = jacobians.memory_budget // (jacobians.num_rows * jacobians.dtype.itemsize)
     return grouped(layout.sizes, limit)

@@ -1,4 +1,4 @@
-"""The GGN in a subspace, and its product with the subspace."""
+"""The GGN in a subspace, and the product of the GGN with the basis of the subspace."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class _ReducedSums:
     projection: Projection
     scales: tuple[float, ...]
     sums: Tensor  # (G, s, s)
-    product: Vectors | None  # (s, size) a parameter
+    product: Vectors | None  # (s, size) per parameter
 
     def add(self, jacobian: Jacobian) -> None:
         if self.product is not None:
@@ -42,11 +42,17 @@ class _ReducedSums:
 
 
 def reduced_ggn(stream: CurvatureStream, projection: Projection, resumable: bool = False) -> Tensor:
-    """Pᵀ GGN P = Σ_i (R_iᵀ J_i P)ᵀ (R_iᵀ J_i P), without the likelihood's scales: (G, s, s) in float64, one pass.
+    """Return Pᵀ GGN P = Σ_i (R_iᵀ J_i P)ᵀ (R_iᵀ J_i P), without the likelihood's scales, in one pass over the data.
 
-    G = 1, or one for each output where each has a scale of its own (σ⁻² of that output).
+    Cost: K backward passes and K·p·s multiplications per input, and K·s² multiplications in float64; memory G·s².
 
-    Cost: K backward passes and K·p·s multiplications an input, K·s² in float64; memory G·s² beside P.
+    Args:
+        stream: the training data.
+        projection: P.
+        resumable: whether the stream's checkpoint stores the sums.
+
+    Returns:
+        (G, s, s) in float64, where G is the number of scales: 1, or one per output if each output has its own σ⁻².
     """
     return _accumulated(stream, projection, None, resumable).sums
 
@@ -54,10 +60,13 @@ def reduced_ggn(stream: CurvatureStream, projection: Projection, resumable: bool
 def reduced_ggn_and_product(
     stream: CurvatureStream, projection: Projection, resumable: bool = False
 ) -> tuple[Tensor, Vectors]:
-    """`reduced_ggn`, and Y = GGN P in the same pass, as rows (s, p) held by parameter.
+    """Return `reduced_ggn` and Y = GGN P, computed in the same pass.
 
-    A single scale of the likelihood is not in Y, several are. Cost: another K·p·s multiplications an input; memory p·s,
-    and up to a quarter of that for rows that both products need.
+    Y has rows (s, size) per parameter. It does not include a single scale of the likelihood, but it does include
+    several scales.
+
+    Cost: another K·p·s multiplications per input; memory p·s, and up to a quarter of it for rows that both products
+    share.
     """
     product = stream.linearization.zero_vectors(projection.dim)
     return _accumulated(stream, projection, product, resumable).sums, product

@@ -1,4 +1,4 @@
-"""Passes over data as Jacobians of the rows of V, where VᵀV is the GGN (up to the likelihood's scales)."""
+"""Passes over the data that yield the rows of V, where VᵀV is the GGN up to the likelihood's scales."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,33 +17,45 @@ from sublaplace.model.likelihoods.base import Likelihood, longest_first, signifi
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import ranks_of
 
-_BUFFER = 2048  # inputs among which those with equally many directions are put together
-_SMALL_GROUP = 32  # inputs below which unequal ones are padded rather than run apart
+_BUFFER = 2048  # inputs that are sorted by their number of directions
+_SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
 
 
 class JacobianSums(Sums, Protocol):
     """Sums over the Jacobians of all inputs."""
 
-    def add(self, jacobian: Jacobian) -> None: ...
+    def add(self, jacobian: Jacobian) -> None:
+        """Add the rows of a Jacobian to the sums."""
 
 
 @dataclass(frozen=True)
 class _Portion:
-    """Inputs that are worked on together: a batch, or several put together."""
+    """Inputs that are processed together: one batch, or several batches joined."""
 
     inputs: Any
-    weights: Tensor | None  # how much each target counts: (n, 1) or (n, C)
+    weights: Tensor | None  # of each target: (n, 1) or (n, C)
     num_batches: int = 1
 
 
 @dataclass(frozen=True)
 class CurvatureStream:
-    """The rows R_iᵀ J_i of all training inputs, chunk by chunk; `accumulate` is one pass over the data.
+    """The rows R_iᵀ J_i of all training inputs, in chunks; `accumulate` is one pass over the data.
 
-    Directions of the output Hessians that together make up less than `tolerance` of their trace are dropped: for a
-    trained classifier most of them, and with each goes a backward pass. Inputs with equally many directions are put
-    together in a buffer of about 2,000, so that little is wasted on padding; an extra forward pass finds their
-    number. With a checkpoint, a pass that was cut off goes on after the last batch whose sums were put aside.
+    Directions of an output Hessian that together hold less than `tolerance` of its trace are dropped. Each dropped
+    direction saves a backward pass, and for a trained classifier most directions are dropped. An extra forward pass
+    counts the directions per input. Inputs with equally many directions are grouped within a buffer of about 2,000
+    inputs, which limits padding. With a checkpoint, an interrupted pass resumes after the last stored batch.
+
+    Args:
+        linearization: the network and its Jacobian.
+        loader: the training data.
+        likelihood: the likelihood, whose output Hessian is R_i R_iᵀ up to its scales.
+        tolerance: the share of the trace that may be dropped per input.
+        progress: whether to show progress bars.
+        num_data: how many inputs every pass must yield; None: not checked.
+        checkpoint: where interrupted passes are stored.
+        fingerprint: the digest of the data, checked in every pass; None: not checked.
+        num_vectors: how many vectors are multiplied by the Jacobians at once; None: as in the linearization's policy.
     """
 
     linearization: Linearization
@@ -51,19 +63,23 @@ class CurvatureStream:
     likelihood: Likelihood
     tolerance: float = 1e-8
     progress: bool = False
-    num_data: int | None = None  # how many inputs a pass must give; None: not checked
+    num_data: int | None = None
     checkpoint: Checkpoint | None = None
-    fingerprint: str | None = None  # of the data, where there is a checkpoint
-    num_vectors: int | None = None  # that the Jacobians are multiplied with at once; None: as the linearization says
+    fingerprint: str | None = None
+    num_vectors: int | None = None
 
     @property
     def scale(self) -> float:
-        """The factor between the curvature of `scaled` rows and the GGN: that of the likelihood if it has only one."""
+        """The factor between VᵀV with scaled rows and the GGN: the likelihood's scale if there is only one, else 1."""
         scales = self.likelihood.curvature_scales
         return scales[0] if len(scales) == 1 else 1.0
 
     def jacobians(self, what: str) -> Iterator[Jacobian]:
-        """One pass over the data: the scaled rows of all inputs that have any, for sums of a projector's own."""
+        """Yield the scaled rows of all inputs that have any, in one pass over the data, for custom projectors.
+
+        Args:
+            what: the label of the progress bar.
+        """
         for portion in self._portions(what, 0):
             yield from self._jacobians(portion, every_input=False, scaled=True, row_by_row=False)
 
@@ -77,12 +93,20 @@ class CurvatureStream:
         resumable: bool = True,
         over_ranks: bool = True,
     ) -> None:
-        """Adds the Jacobians of all inputs to `sums`; in a process group those that all ranks have read.
+        """Add the Jacobians of all inputs to `sums`, in one pass over the data.
 
-        every_input: also those without any direction (KFAC's input factors need them), with K = 0. scaled: several
-        scales of the likelihood, one a row, are multiplied into the rows (a single one never is). row_by_row: as
-        Jacobians of one row an input, for sums over rows (see `Linearization.row_by_row`). over_ranks: false for
-        those of this rank alone.
+        Args:
+            what: the name of the pass, for the progress bar and the checkpoint.
+            sums: updated in place.
+            every_input: whether to include inputs without any direction, with K = 0; KFAC's input factors need them.
+            scaled: whether to multiply the rows by the square roots of several scales of the likelihood, one per row.
+                A single scale is never included.
+            row_by_row: whether to add Jacobians with one row per input (see `Linearization.row_by_row`).
+            resumable: whether to store the sums in the checkpoint.
+            over_ranks: whether to add up the sums of all ranks of a process group.
+
+        Raises:
+            ValueError: if the loader yields other data than in the pass before.
         """
         checkpoint = self.checkpoint if resumable else None
         done = 0
@@ -95,7 +119,7 @@ class CurvatureStream:
         for portion in self._portions(what, done):
             for jacobian in self._jacobians(portion, every_input, scaled, row_by_row):
                 sums.add(jacobian)
-                del jacobian  # or it would stand in memory beside the next one
+                del jacobian  # frees its memory before the next one is computed
             done += portion.num_batches
             if checkpoint is not None and checkpoint.due():
                 checkpoint.write(what, sums.tensors(), {"batches": done, "complete": False})
@@ -110,13 +134,15 @@ class CurvatureStream:
 
     @property
     def _keeps_all_directions(self) -> bool:
-        # Where rows have scales of their own, they must keep their places.
+        # If every row has its own scale, the rows must keep their order.
         several = len(self.likelihood.curvature_scales) > 1
         return self.tolerance == 0 or several or not self.likelihood.drops_directions
 
     def _batches(self, what: str, skip: int) -> Iterator[_Portion]:
-        """The batches after the first `skip`, counted: a loader that gives less the second time is a one-shot iterator
-        in disguise."""
+        """Yield the batches after the first `skip`, and check the number of inputs.
+
+        A loader that yields fewer inputs the second time wraps a one-shot iterator.
+        """
         seen = 0
         digest = Fingerprint()
         for k, batch in enumerate(batches(tqdm(self.loader, desc=what, disable=not self.progress, leave=False))):
@@ -144,12 +170,12 @@ class CurvatureStream:
         return self._grouped(portion, every_input, row_by_row)
 
     def _needs_all(self, inputs: Any) -> bool:
-        """Whether the first inputs need all of their directions; counting those of the others is then wasted."""
+        """Return whether the first inputs need all directions; counting directions per input is then wasted."""
         cotangents = self.likelihood.hessian_root(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
         return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
 
     def _chunks(self, portion: _Portion, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """The Jacobians of a batch with all directions."""
+        """Yield the Jacobians of a batch with all directions."""
         step = self.linearization.chunk_size(portion.inputs, None, row_by_row, self.num_vectors)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
@@ -163,8 +189,7 @@ class CurvatureStream:
     def _weighted(
         self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, row_by_row: bool
     ) -> Iterator[Jacobian]:
-        """The Jacobian of a chunk, whole or row by row, with how much each input counts: the most that any of its
-        targets does."""
+        """Yield the Jacobian of a chunk, whole or row by row, with the largest target weight of each input."""
         of_inputs = None if weights is None else weights.amax(1)
         if row_by_row:
             for jacobian in self.linearization.row_by_row(inputs, cotangents):
@@ -173,7 +198,7 @@ class CurvatureStream:
             yield replace(self.linearization.jacobian(inputs, cotangents), weights=of_inputs)
 
     def _root(self, outputs: Tensor, weights: Tensor | None, scaled: bool = True) -> Tensor:
-        """The columns of R, as rows, with what multiplies them: (n, K, C)."""
+        """Return the columns of R, as rows, times the square roots of scales and weights: (n, K, C)."""
         rows = self.likelihood.hessian_root(outputs)
         scales = self.likelihood.curvature_scales
         if scaled and len(scales) > 1:
@@ -181,11 +206,11 @@ class CurvatureStream:
         return rows if weights is None else rows * weights.sqrt().to(rows.dtype)[:, None, :]
 
     def _grouped(self, portion: _Portion, every_input: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """The Jacobians of a buffer, inputs ordered by how many directions they need."""
+        """Yield the Jacobians of a buffer, with inputs sorted by their number of directions."""
         inputs, weights = portion.inputs, portion.weights
         cotangents = self._root(self._outputs(inputs), weights)
         if weights is not None and weights.shape[1] > 1:
-            cotangents = longest_first(cotangents)  # ignored targets have made some of them zero
+            cotangents = longest_first(cotangents)  # ignored targets make some of them zero
         counts = significant(cotangents, self.tolerance)
         counts, order = counts.sort(stable=True)
         start = 0 if every_input else int((counts == 0).sum())
@@ -210,7 +235,7 @@ class CurvatureStream:
 
 
 def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:
-    """Batches put together to about `_BUFFER` inputs where their shapes allow it."""
+    """Join batches of the same shape to portions of about `_BUFFER` inputs."""
     held: list[_Portion] = []
     for portion in portions:
         full = sum(num_inputs(p.inputs) for p in held) + num_inputs(portion.inputs) > _BUFFER

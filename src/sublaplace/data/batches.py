@@ -1,4 +1,4 @@
-"""Data as the user has it: loaders of batches, checked, and the inputs X′ drawn from them."""
+"""Batches in the forms that users have them: split, checked, joined and indexed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,15 +9,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 class Batch(NamedTuple):
-    """Some training data."""
+    """A batch of training data."""
 
     inputs: Any
     targets: Tensor
-    weights: Tensor | None = None  # how often each input counts: (n,); None: once
+    weights: Tensor | None = None  # how often each input counts: (n,); None: once each
 
 
 def batches(loader: Iterable[Any]) -> Iterator[Batch]:
-    """Every batch that holds any inputs."""
+    """Yield every batch that is not empty, split into inputs, targets and weights."""
     for batch in loader:
         parts = split_batch(batch)
         if num_inputs(parts.inputs):
@@ -25,12 +25,20 @@ def batches(loader: Iterable[Any]) -> Iterator[Batch]:
 
 
 def split_batch(batch: Any) -> Batch:
-    """A pair or triple (inputs, targets[, weights]), or a mapping with "labels" and perhaps "sample_weight"."""
+    """Split a batch into inputs, targets and weights.
+
+    Args:
+        batch: a pair (inputs, targets), a triple (inputs, targets, weights), or a mapping with the key "labels" and
+            optionally "sample_weight".
+
+    Raises:
+        ValueError: if the batch has another form, or the weights are not valid.
+    """
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise ValueError(
-                f"A batch that is a mapping needs the key 'labels'; it has {sorted(batch)}. Where the labels have "
-                "another name, say so with SubspaceLaplace(…, labels_key=…)."
+                f"A batch that is a mapping needs the key 'labels'; it has {sorted(batch)}. If the labels have "
+                "another key, pass SubspaceLaplace(…, labels_key=…)."
             )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "sample_weight")}
         return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs))
@@ -38,7 +46,7 @@ def split_batch(batch: Any) -> Batch:
         return Batch(batch[0], batch[1], _checked_weights(batch[2] if len(batch) == 3 else None, batch[0]))
     raise ValueError(
         "A batch must be a pair (inputs, targets), a triple (inputs, targets, weights) or a mapping with the key "
-        "'labels'. Several inputs of one model: ((input, input, …), targets)."
+        "'labels'. For a model with several inputs, use ((input, input, …), targets)."
     )
 
 
@@ -46,12 +54,12 @@ def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:
     if weights is None:
         return None
     n = num_inputs(inputs)
-    # Integers would be weights as well, but a third entry of integers is far more often an index or another label.
+    # Integers could be weights too, but a third entry of integers is far more often an index or another label.
     if not isinstance(weights, Tensor) or weights.shape != (n,) or not weights.is_floating_point():
         found = f"{tuple(weights.shape)}, {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(
             f"The third part of a batch (inputs, targets, weights) must be floating-point sample weights of shape "
-            f"({n},), one for each input; it is {found}. Without weights give pairs (inputs, targets)."
+            f"({n},), one per input; it is {found}. If there are no weights, use pairs (inputs, targets)."
         )
     if not torch.isfinite(weights).all() or (weights < 0).any():
         raise ValueError("Sample weights must be finite and not negative.")
@@ -59,14 +67,21 @@ def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:
 
 
 def input_batches(inputs: Any) -> Iterator[Any]:
-    """The inputs of a tensor or mapping (one batch), or of a loader; without their targets, if there are any."""
+    """Yield batches of inputs, without their targets if they have any.
+
+    Args:
+        inputs: a tensor or mapping, which is one batch, or a loader of batches.
+
+    Raises:
+        TypeError: if `inputs` is none of these, such as a NumPy array.
+    """
     if isinstance(inputs, Tensor):
         yield inputs
         return
     if not isinstance(inputs, Iterable) or isinstance(inputs, str) or hasattr(inputs, "__array__"):
         raise TypeError(
             "Inputs must be a tensor with the batch as its first dimension, a mapping or a loader of batches, not "
-            f"{type(inputs).__name__}; torch.as_tensor makes a tensor of an array."
+            f"{type(inputs).__name__}; torch.as_tensor converts an array to a tensor."
         )
     for batch in [inputs] if isinstance(inputs, Mapping) else inputs:
         labelled = "labels" in batch if isinstance(batch, Mapping) else _is_pair_or_weighted(batch)
@@ -74,27 +89,31 @@ def input_batches(inputs: Any) -> Iterator[Any]:
 
 
 def _is_pair_or_weighted(batch: Any) -> bool:
-    """Whether a batch to be predicted comes with targets; a longer tuple holds several inputs of one model."""
+    """Return whether a batch holds targets; a longer tuple holds the arguments of a model with several inputs."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         return False
     return len(batch) == 2 or (isinstance(batch[2], Tensor) and batch[2].ndim == 1 and batch[2].is_floating_point())
 
 
 def join(batches: list[Any]) -> Any:
-    """Batches of inputs as one; they must agree in all but their length."""
+    """Concatenate batches of inputs, which may differ only in their length.
+
+    Raises:
+        ValueError: if the batches have different shapes.
+    """
     if len(batches) == 1:
         return batches[0]
     try:
         return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *batches)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            "Inputs of different shapes cannot be put into one batch; pad them to one shape or give "
-            "subspace_inputs yourself."
+            "Inputs of different shapes cannot be concatenated into one batch; pad them to one shape, or pass "
+            "subspace_inputs."
         ) from error
 
 
 def num_inputs(inputs: Any) -> int:
-    """The batch size: the length of the first tensor."""
+    """Return the batch size, which is the length of the first tensor."""
     tensors = [leaf for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         raise ValueError("A batch of inputs must hold at least one tensor with the batch as its first dimension.")
@@ -102,7 +121,7 @@ def num_inputs(inputs: Any) -> int:
 
 
 def select(inputs: Any, indices: Any) -> Any:
-    """The inputs at `indices`, for a tensor or any nesting of tensors."""
+    """Return the inputs at `indices`, for a tensor or any nesting of tensors."""
     n = num_inputs(inputs)
     return tree_map(
         lambda leaf: leaf[indices] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n else leaf,
@@ -111,5 +130,5 @@ def select(inputs: Any, indices: Any) -> Any:
 
 
 def plain(inputs: Any) -> Any:
-    """Mappings of foreign types (a tokenizer's batch) as dicts, which tree functions understand."""
+    """Convert a mapping of another type, such as a tokenizer's batch, to a dict, which pytree functions accept."""
     return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs

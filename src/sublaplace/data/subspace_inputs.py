@@ -124,7 +124,7 @@ def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
 class Reservoir:
     """A uniform draw of `size` inputs from a stream of unknown length: those with the smallest random keys.
 
-    Memory: `size` inputs and one batch.
+    A larger draw with the same seed begins with the smaller one. Memory: `size` inputs and one batch.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -133,16 +133,16 @@ class Reservoir:
         self._keys = torch.empty(0, dtype=torch.float64)
         self._positions = torch.empty(0, dtype=torch.long)
         self._seen = 0
-        self._inputs: Any = None
+        self._drawn: tuple[Any, Tensor, Tensor] | None = None  # inputs, targets, weights
         self._counts = torch.empty(0)
 
-    def add(self, inputs: Any, position: int, counts: Tensor | None = None) -> None:
+    def add(self, batch: Batch, position: int, counts: Tensor | None = None) -> None:
         """Draw from more inputs, which stand at `position` of the stream.
 
         `counts`, (n, 1) or (n, C), says how much each target counts; inputs that do not count are not drawn. The keys
         of inputs that other ranks have seen are drawn too, so that the draw does not depend on the number of ranks.
         """
-        n = num_inputs(inputs)
+        n = num_inputs(batch.inputs)
         torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64)
         self._seen = position
         keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
@@ -156,29 +156,35 @@ class Reservoir:
         self._seen += n
         if not len(chosen):
             return
-        keys, inputs = torch.cat([self._keys, keys[chosen]]), select(inputs, chosen)
-        joined = inputs if self._inputs is None else join([self._inputs, inputs])
-        counts = counts[chosen] if self._inputs is None else _below([self._counts, counts[chosen]])
+        weights = torch.ones(n) if batch.weights is None else batch.weights
+        drawn: tuple[Any, ...] = tuple(select(part, chosen) for part in (batch.inputs, batch.targets, weights))
+        keys, counts = torch.cat([self._keys, keys[chosen]]), counts[chosen]
+        if self._drawn is not None:
+            drawn = tuple(join([held, new]) for held, new in zip(self._drawn, drawn, strict=True))
+            counts = _below([self._counts, counts])
         best = torch.argsort(keys)[: self._size]
-        self._keys, self._inputs, self._counts = keys[best], select(joined, best), counts[best]
+        self._keys, self._drawn, self._counts = keys[best], _selected(drawn, best), counts[best]
         self._positions = torch.cat([self._positions, positions])[best]
 
     def joined(self, others: list["Reservoir"]) -> "Reservoir":
         """Return the draw from several streams, which have seen different places of one."""
         result = copy.copy(self)
-        filled = [other for other in others if other._inputs is not None]
+        filled = [other for other in others if other._drawn is not None]
         keys = torch.cat([other._keys for other in filled])
         best = torch.argsort(keys)[: self._size]
         result._keys = keys[best]
         result._positions = torch.cat([other._positions for other in filled])[best]
-        result._inputs = select(join([other._inputs for other in filled]), best)
+        parts = zip(*(other._drawn for other in filled if other._drawn is not None), strict=True)
+        result._drawn = _selected(tuple(join(list(part)) for part in parts), best)
         result._counts = _below([other._counts for other in filled])[best]
         return result
 
     @property
-    def inputs(self) -> Any:
-        """The drawn inputs as one batch."""
-        return self._inputs
+    def batch(self) -> Batch:
+        """The drawn inputs as one batch, with their targets and weights."""
+        if self._drawn is None:
+            raise ValueError("Nothing has been drawn.")
+        return Batch(*self._drawn)
 
     @property
     def counts(self) -> Tensor:
@@ -189,6 +195,11 @@ class Reservoir:
     def positions(self) -> list[int]:
         """Where the drawn inputs stand in the stream."""
         return [int(position) for position in self._positions]
+
+
+def _selected(drawn: tuple[Any, ...], indices: Tensor) -> tuple[Any, Tensor, Tensor]:
+    inputs, targets, weights = (select(part, indices) for part in drawn)
+    return inputs, targets, weights
 
 
 def _below(counts: list[Tensor]) -> Tensor:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.kfac import trace_ratios
-from sublaplace.data.batches import num_inputs, select
+from sublaplace.data.batches import Batch, num_inputs, select
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import Fitted, Stage
+from sublaplace.fitting.leave_one_out import OUTSIDE_FACTOR, LinearisedData, prior_by_leave_one_out
 from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.fitting.tuning import prior_by_evidence
@@ -24,14 +25,13 @@ from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
-from sublaplace.model.likelihoods.base import target_weights
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
-from sublaplace.posteriors.weighting import Weighted, with_fitted_weight
+from sublaplace.posteriors.weighting import SUBSAMPLE, Weighted, fitted_weight
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
@@ -93,7 +93,7 @@ class _Look:
 
     survey: Survey
     inputs: Any  # X′; None where it is not needed
-    counts: Tensor  # how much the targets of X′ count in the data: (n, 1) or (n, C); 0 for given inputs
+    drawn: Batch | None  # training data: those of X′ first, if they were drawn, then more for the complement's weight
     fingerprint: str | None  # of the data, with a checkpoint
 
 
@@ -114,22 +114,28 @@ class _Run:
         options, linearization = self.options, self.linearization
         with self._stage("survey"):
             look = self._look()
-        chosen, held_back, counts = look.inputs, None, look.counts
+        chosen, held_back = look.inputs, None
         if options.holds_back and chosen is not None:
             chosen, held_back = split(chosen)
-            counts = counts[num_inputs(chosen) :]
         context = self._context(look, chosen)
-        if options.prior_precision is None:
+        how = "given"
+        if options.given_prior is None:
+            how = "the evidence of KFAC"
             with self._stage("prior precision"):
                 prior = prior_by_evidence(context.curvatures, look.survey)
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
-        posterior = self._weighted(posterior, context, held_back, counts)
+        posterior = self._weighted(posterior, context, held_back, self._subsample(look, chosen))
+        if options.leaves_one_out:
+            with self._stage("leave-one-out"):
+                prior, how = self._left_out_prior(posterior, look), "leave-one-out of the linearised network"
+            posterior = posterior.with_prior(prior)
+            certificate = None if certificate is None else certificate.with_prior(prior)
         share = None
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
             share = float(certificate.captured(self._jacobians(judged))[-1])
         ratios = self._kfac_trace_ratios(context)
-        return Fitted(linearization, posterior, look.survey, certificate, self.stages, ratios, share)
+        return Fitted(options, linearization, posterior, look.survey, certificate, self.stages, ratios, share, how)
 
     # The data ---------------------------------------------------------------------------------------------------------
 
@@ -145,15 +151,12 @@ class _Run:
         return self._fresh_look(given, data) if found is None else self._restored_look(given, data, found[1])
 
     def _fresh_look(self, given: Any, data: str | None) -> _Look:
-        options = self.options
-
         def reservoir_for(num_outputs: int) -> Reservoir | None:
-            if isinstance(options.subspace_inputs, Given) or not options.needs_inputs:
-                return None
-            return Reservoir(options.subspace_inputs.number(options.largest_dim, num_outputs), options.seed)
+            size = self._num_drawn(num_outputs)
+            return Reservoir(size, self.options.seed) if size else None
 
         survey, reservoir = survey_of(
-            self.loader, self.linearization, options.likelihood, reservoir_for, progress=self.progress
+            self.loader, self.linearization, self.options.likelihood, reservoir_for, progress=self.progress
         )
         if self.checkpoint is not None:
             numbers = {
@@ -162,21 +165,45 @@ class _Run:
                 "fingerprints": [data, fingerprint_of(given)],
             }
             self.checkpoint.write("survey", {}, numbers)
-        if reservoir is None:
-            return _given_look(survey, given, data)
-        return _Look(survey, reservoir.inputs, reservoir.counts, data)
+        return self._looked(survey, given, reservoir.batch if reservoir else None, data)
 
     def _restored_look(self, given: Any, data: str, numbers: dict[str, Any]) -> _Look:
         if [data, fingerprint_of(given)] != numbers["fingerprints"]:
             raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
-        survey = Survey.from_numbers(numbers["survey"])
-        if not numbers["positions"]:
-            return _given_look(survey, given, data)
-        batch = batch_at(self.loader, numbers["positions"])
-        counts = target_weights(survey.likelihood, batch.targets, batch.weights)
-        if counts is None:
-            counts = torch.ones(num_inputs(batch.inputs), 1)
-        return _Look(survey, self.linearization.to_device(batch.inputs), counts, data)
+        drawn = batch_at(self.loader, numbers["positions"]) if numbers["positions"] else None
+        return self._looked(Survey.from_numbers(numbers["survey"]), given, drawn, data)
+
+    def _looked(self, survey: Survey, given: Any, drawn: Batch | None, data: str | None) -> _Look:
+        if drawn is not None:
+            drawn = drawn._replace(inputs=self.linearization.to_device(drawn.inputs))
+        inputs = given
+        if given is None and drawn is not None:
+            inputs = select(drawn.inputs, slice(0, self._num_subspace_inputs(survey.num_outputs)))
+        return _Look(survey, inputs, drawn, data)
+
+    def _num_subspace_inputs(self, num_outputs: int) -> int:
+        """Return how many of X′ are drawn; 0 where none are."""
+        options, source = self.options, self.options.subspace_inputs
+        if isinstance(source, Given) or not options.needs_inputs:
+            return 0
+        return source.number(options.largest_dim, num_outputs)
+
+    def _num_drawn(self, num_outputs: int) -> int:
+        """Return how many training data are drawn, for X′ and for the complement's weight."""
+        complement = self.options.outside
+        fits_weight = complement is not None and complement.fits_weight
+        more = SUBSAMPLE if fits_weight or self.options.leaves_one_out else 0
+        return self._num_subspace_inputs(num_outputs) + more
+
+    def _subsample(self, look: _Look, chosen: Any) -> Batch | None:
+        """Return the drawn training data that were not held back."""
+        if look.drawn is None or isinstance(self.options.subspace_inputs, Given) or chosen is None:
+            return look.drawn
+        total, first = num_inputs(look.drawn.inputs), num_inputs(chosen)
+        behind = num_inputs(look.inputs)
+        kept = torch.cat([torch.arange(first), torch.arange(behind, total)])
+        weights = None if look.drawn.weights is None else look.drawn.weights[kept]
+        return Batch(select(look.drawn.inputs, kept), look.drawn.targets[kept], weights)
 
     def _context(self, look: _Look, chosen: Any) -> ProjectorContext:
         options, linearization = self.options, self.linearization
@@ -187,7 +214,7 @@ class _Run:
             curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs),
             subspace_jacobians=self._jacobians(chosen),
             dim=self._dim(),
-            prior_precision=options.prior_precision or 1.0,
+            prior_precision=options.given_prior or 1.0,
             seed=options.seed,
         )
 
@@ -202,7 +229,7 @@ class _Run:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
                 warnings.warn(message, stacklevel=6)
             dim = p
-        matrices = projector.stores_matrix + (options.complement is not None) + self.certify
+        matrices = projector.stores_matrix + (options.outside is not None) + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
         return dim
 
@@ -219,9 +246,9 @@ class _Run:
             with self._stage("full posterior"):
                 return context.exact(), None
         outside = None
-        if options.complement is not None:
+        if options.outside is not None:
             with self._stage("complement"):
-                outside = context.kfac() if options.complement.kind == "kfac" else context.diagonal()
+                outside = context.kfac() if options.outside.kind == "kfac" else context.diagonal()
         if projector is None:
             assert outside is not None
             return outside, None
@@ -245,17 +272,33 @@ class _Run:
             posterior, certificate = posterior.truncated(dim), certificate.of_leading(dim)
         return posterior, certificate
 
-    def _weighted(self, posterior: Posterior, context: ProjectorContext, held_back: Any, counts: Tensor) -> Posterior:
+    def _weighted(
+        self, posterior: Posterior, context: ProjectorContext, held_back: Any, subsample: Batch | None
+    ) -> Posterior:
         """Return the posterior with the weight of its complement, if it has one."""
-        complement = self.options.complement
+        complement = self.options.outside
         if complement is None:
             return posterior
         weighted = cast(Weighted, posterior)  # as every posterior with a complement
         if not complement.fits_weight:
             return weighted if complement.weight == 1.0 else weighted.reweighted(float(complement.weight))
+        assert subsample is not None
         with self._stage("complement's weight"):
             inputs = Jacobians(self.linearization, held_back)
-            return with_fitted_weight(weighted, context, inputs, counts)
+            weight = fitted_weight(weighted, context.stream, context.num_data, inputs, subsample)
+            return weighted.reweighted(weight)
+
+    def _left_out_prior(self, posterior: Posterior, look: _Look) -> float:
+        """Return λ by leave-one-out, of the subspace alone or with what stands outside."""
+        subspace, drawn = posterior.subspace, look.drawn
+        assert subspace is not None and drawn is not None
+        few = slice(0, SUBSAMPLE)
+        weights = None if drawn.weights is None else drawn.weights[few]
+        batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
+        survey = look.survey
+        data = LinearisedData.of(survey.likelihood, self.linearization, subspace.projection, batch, survey.num_data)
+        factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
+        return factor * prior_by_leave_one_out(data)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
         """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""
@@ -270,8 +313,3 @@ class _Run:
         start = time.perf_counter()
         yield
         self.stages[name] = Stage(time.perf_counter() - start, peak_bytes(self.linearization.device))
-
-
-def _given_look(survey: Survey, given: Any, data: str | None) -> _Look:
-    """Return the look with inputs that are not known to be among the data, or none at all."""
-    return _Look(survey, given, torch.zeros(0 if given is None else num_inputs(given), 1), data)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from sublaplace.fitting.survey import Survey
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Noise
+from sublaplace.options import Options
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.protocol import Posterior
 
@@ -21,6 +22,7 @@ class Stage:
 class Fitted:
     """What a fit gives."""
 
+    options: Options  # with what "auto" stood for
     linearization: Linearization
     posterior: Posterior
     survey: Survey
@@ -28,6 +30,7 @@ class Fitted:
     stages: dict[str, Stage] = field(default_factory=dict)
     kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
     captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
+    chosen_by: str = ""  # how λ (and σ) were chosen, for people
 
     def with_prior(self, prior_precision: float) -> "Fitted":
         """Return it under another λ."""
@@ -43,6 +46,16 @@ class Fitted:
             # With several scales the products were summed over the outputs: they are made again when asked for.
             certificate = certificate.with_scale(scales[0]) if len(scales) == 1 else None
         return replace(self, posterior=self.posterior.with_scales(scales), survey=survey, certificate=certificate)
+
+    def with_noise_factor(self, factor: float) -> "Fitted":
+        """Return it with σ, one or all of them, times a factor."""
+        noise = self.survey.noise_std
+        changed = tuple(std * factor for std in noise) if isinstance(noise, tuple) else noise * factor
+        survey = self.survey.with_given_noise(changed)
+        scales, certificate = survey.likelihood.curvature_scales, self.certificate
+        if certificate is not None:
+            certificate = certificate.with_scale(scales[0]) if len(scales) == 1 else None
+        return replace(self, posterior=self.posterior.scaled(factor**-2), survey=survey, certificate=certificate)
 
     def require_noise_like(self, count: int) -> None:
         """Raise ValueError where the evidence is not known at another σ of so many numbers."""

@@ -1,8 +1,8 @@
-r"""Small networks for tables of numbers, trained to the maximum a posteriori that a Laplace approximation starts from.
+r"""Small networks for tabular data, trained to the maximum a posteriori (MAP) that a Laplace approximation needs.
 
 With the prior N(0, λ⁻¹ I) and N data, θ̂ minimises :math:`\frac1N \sum_i -\ln p(y_i|f_\theta(x_i)) + \frac{λ}{2N}‖θ‖²`,
-so λ/N is Adam's (coupled) weight decay. λ and the noise σ, where they are not given, follow the evidence of the KFAC
-approximation at the network of the moment, a few times in the first half of the training (Immer et al., 2021).
+so λ/N is Adam's (coupled) weight decay. Unless given, λ and the noise σ maximise the evidence of the KFAC approximation
+at the current network. They are updated several times in the first half of the training (Immer et al., 2021).
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from sublaplace.posteriors.evidence import golden_section
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 
 SMALLEST_NOISE = 1e-3
-"""Of targets with unit variance: below it residuals are fitted exactly, and σ would have no limit."""
+"""Lower bound on σ, for targets with unit variance; without it, σ would go to zero if residuals are fitted exactly."""
 
-_ROUNDS = 10  # so often are λ and σ tuned, in the first half of the training
-_FIRST_NOISE = 0.5  # of targets with unit variance, before the first round is over
+_ROUNDS = 10  # how often λ and σ are tuned in the first half of the training
+_FIRST_NOISE = 0.5  # initial σ, for targets with unit variance
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """λ and σ; a value of None is to be tuned."""
+    """Given values of λ and σ; None: to be tuned."""
 
     prior_precision: float | None
     noise_std: float | tuple[float, ...] | None = None
@@ -42,7 +42,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast a network is trained."""
+    """The length, batch size and initial learning rate of the training."""
 
     epochs: int
     batch_size: int
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass
 class Training:
-    """What came of a training: λ, the likelihood with its σ, and the objective after every epoch."""
+    """The result of a training: λ, the likelihood with its σ, and the objective after every epoch."""
 
     prior_precision: float
     likelihood: Likelihood
@@ -59,7 +59,7 @@ class Training:
 
 
 class Standardisation(nn.Module):
-    """(x − mean) / scale, column by column, with a scale of one for constant columns."""
+    """Module that maps x to (x − mean) / scale per column; constant columns have scale 1."""
 
     mean: Tensor
     scale: Tensor
@@ -72,17 +72,26 @@ class Standardisation(nn.Module):
         self.register_buffer("scale", spread.masked_fill(constant, 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the standardised columns of x."""
         return (x - self.mean) / self.scale
 
 
 def mlp(
     inputs: Tensor, hidden: Sequence[int], num_outputs: int, activation: type[nn.Module], generator: torch.Generator
 ) -> nn.Sequential:
-    """A fully connected network that standardises its inputs as those of training; weights N(0, 1/fan-in), biases 0."""
+    """Return a fully connected network that standardises its inputs, with weights N(0, 1/fan-in) and zero biases.
+
+    Args:
+        inputs: the training inputs (n, n_features), which determine the standardisation and the dtype.
+        hidden: widths of the hidden layers.
+        num_outputs: the number of outputs.
+        activation: the activation between layers.
+        generator: the source of the weights.
+    """
     layers: list[nn.Module] = [Standardisation(inputs)]
     widths = [inputs.shape[1], *hidden, num_outputs]
     for fan_in, fan_out in pairwise(widths):
-        # Not initialised by torch, which would draw from the global random state.
+        # The default initialisation would draw from the global random state.
         linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out, dtype=inputs.dtype)
         nn.init.normal_(linear.weight, std=fan_in**-0.5, generator=generator)
         nn.init.zeros_(linear.bias)
@@ -99,10 +108,19 @@ def train(
     schedule: Schedule,
     generator: torch.Generator,
 ) -> Training:
-    """Trains the network in place, with Adam and a learning rate that falls to zero along a cosine.
+    """Train the network in place, with Adam and a learning rate that decays to zero along a cosine.
 
-    The second half of the training sees λ and σ as they are returned, so θ̂ belongs to them. Targets of regression have
-    unit variance. Cost: `epochs` passes over the data, and at most ten fits of KFAC where something is tuned.
+    The second half of the training uses the returned λ and σ, so θ̂ is their MAP. Cost: `epochs` passes over the data,
+    and at most ten fits of KFAC if λ or σ is tuned.
+
+    Args:
+        network: trained in place.
+        likelihood: the likelihood; its σ is replaced.
+        inputs: (n, n_features).
+        targets: in the form of the likelihood; with unit variance for regression.
+        given: λ and σ, or None to tune them.
+        schedule: epochs, batch size and learning rate.
+        generator: determines the order of the data.
     """
     N, epochs = len(inputs), schedule.epochs
     result = Training(given.prior_precision or 1.0, likelihood)
@@ -132,7 +150,7 @@ def train(
 
 
 def _tune(result: Training, network: nn.Module, inputs: Tensor, targets: Tensor, given: Hyperparameters) -> None:
-    """Move λ, then σ, as far as they are not given, to the maximum of the evidence of KFAC at the present network."""
+    """Maximise KFAC's evidence at the current network over λ, then over σ, unless they are given."""
     linearization = Linearization(network)
     loader, tolerance = [(inputs, targets)], Resources().tolerance(linearization.dtype)
     with linearization.borrowed():

@@ -14,12 +14,16 @@ def summary_text(title: str, fitted: Fitted) -> str:
     lines = [
         title,
         _line("parameters p", f"{layout.num_parameters:,} in {len(layout.names)} tensors ({linearization.dtype})"),
-        _line("prior precision λ", f"{posterior.prior_precision:.6g}"),
+        _line("prior precision λ", f"{posterior.prior_precision:.6g} (by {fitted.chosen_by})"),
     ]
     likelihood = survey.likelihood
     if likelihood.has_noise:
         stds = ", ".join(f"{variance**0.5:.6g}" for variance in likelihood.noise_variances)
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
+    if not likelihood.has_noise and "validation" not in fitted.chosen_by:
+        lines.append(
+            _line("", "Without validation data accurate networks become underconfident; fit(train, val) helps.")
+        )
     lines.append(_line("data N", f"{survey.num_data:,} inputs, {survey.num_outputs} outputs"))
     lines += _structure(posterior)
     if fitted.captured is not None:
@@ -39,7 +43,7 @@ def summary_text(title: str, fitted: Fitted) -> str:
 
 
 def _line(name: str, value: str) -> str:
-    return f"  {name:<19}{value}"
+    return f"  {name:<20}{value}"
 
 
 def _structure(posterior: Posterior) -> list[str]:

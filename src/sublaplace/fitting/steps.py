@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sublaplace.curvature.exact_precision import DensePrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.stream import CurvatureStream
@@ -17,7 +18,7 @@ from sublaplace.model.linalg import Vectors
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.subspace import SubspacePosterior
-from sublaplace.projection import Projection, projection_from
+from sublaplace.projection import Projection, Subset, projection_from
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.registry import Projector
 from sublaplace.runtime.distributed import ranks_of
@@ -76,6 +77,25 @@ def subspace_posterior_and_product(
     curvatures, product = reduced_ggn_and_product(stream, projection, resumable)
     scales = stream.likelihood.curvature_scales
     return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior_precision), product
+
+
+def dense_posterior_and_product(exact: DensePrecision, projection: Projection) -> tuple[SubspacePosterior, Vectors]:
+    """Return what `subspace_posterior_and_product` does, from the p × p GGN instead of a pass over the data.
+
+    Cost: s·p², and s·p for a `Subset`.
+    """
+    if isinstance(projection, Subset):
+        dtype = projection.dtype
+        product = exact.ggn[projection.indices] / exact.scale
+        curvature = product[:, projection.indices]
+    else:
+        P = projection.matrix()
+        dtype = P.dtype
+        product = P.T.double() @ exact.ggn / exact.scale
+        curvature = product @ P.double()
+    prior, scales = exact.prior_precision, (exact.scale,)
+    inside = SubspacePosterior(projection, curvature[None], projection.gram(), scales, prior)
+    return inside, exact.layout.unflatten(product.to(dtype))
 
 
 def complemented_posterior(

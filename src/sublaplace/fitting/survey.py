@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.data.batches import num_inputs, split_batch
+from sublaplace.data.batches import Batch, num_inputs, split_batch
 from sublaplace.data.subspace_inputs import Reservoir
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from, target_weights
@@ -128,7 +128,7 @@ def survey_of(
             reservoir = reservoir_for(outputs.shape[1])
         counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
         if reservoir is not None:
-            reservoir.add(inputs, position, counts)
+            reservoir.add(Batch(inputs, targets, weights), position, counts)
         counted += len(outputs) if counts is None else float(counts.amax(1).sum())
         if likelihood.has_noise:
             residuals = residuals.joined(Residuals.of(targets - outputs, weights))

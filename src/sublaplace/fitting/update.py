@@ -4,44 +4,76 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.matrix_free import FullCovariance, MatrixFreePrecision
+from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
+from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.fitting import steps
+from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.linalg import Vectors
+from sublaplace.options import Complement
 from sublaplace.posteriors.certificate import Certificate
+from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 
 
-def updated(
-    direction_tolerance: float,
-    posterior: SubspacePosterior,
-    certificate: Certificate | None,
-    survey: Survey,
-    loader: Iterable[Any],
-    linearization: Linearization,
-    progress: bool,
-) -> tuple[SubspacePosterior, Certificate | None, Survey]:
-    """Return all three after more data, with P kept: one pass over these."""
+def updated(fitted: Fitted, direction_tolerance: float, loader: Iterable[Any], progress: bool) -> Fitted:
+    """Return what a fit on both data sets with the same P, λ and weight gives, by one pass over `loader`.
+
+    Raises:
+        ValueError: for a posterior over all parameters without a subspace or complement.
+    """
+    posterior, survey, linearization = fitted.posterior, fitted.survey, fitted.linearization
+    subspace, outside, certificate = posterior.subspace, posterior.outside, fitted.certificate
+    if subspace is None and outside is None:
+        raise ValueError("projector='full' cannot be updated; fit again on all data.")
     with linearization.borrowed():
         added, _ = survey_of(loader, linearization, survey.likelihood, estimate=False, progress=progress)
+        joined = survey.joined(added)
+        scales = joined.likelihood.curvature_scales
+        if outside is not None and len(scales) > 1 and joined.noise_std != survey.noise_std:
+            raise ValueError(
+                "A σ for each output that is estimated again cannot be put into the curvature outside of the subspace; "
+                "fit again on all data, or give σ, as in Gaussian((0.1, 0.2))."
+            )
         stream = steps.curvature_stream(loader, linearization, added, direction_tolerance, progress)
-        if certificate is None:
-            curvatures = posterior.curvatures + reduced_ggn(stream, posterior.projection)
+        outside = None if outside is None else _more_outside(outside, stream, fitted.options.outside)
+        if subspace is None:
+            assert outside is not None
+            return replace(fitted, posterior=outside.scaled(joined.likelihood.single_scale), survey=joined)
+        exact = steps.without_dropping(stream) if certificate is not None else stream
+        product: Vectors | None = None
+        if certificate is None and outside is None:
+            curvatures = subspace.curvatures + reduced_ggn(exact, subspace.projection)
         else:
-            more, products = reduced_ggn_and_product(steps.without_dropping(stream), posterior.projection)
-            curvatures = certificate.subspace.curvatures + more
-            product = {name: part.add_(products[name]) for name, part in certificate.product.items()}
-    joined = survey.joined(added)
-    scales = joined.likelihood.curvature_scales
-    posterior = replace(posterior, curvatures=curvatures, scales=scales)
+            more, product = reduced_ggn_and_product(exact, subspace.projection)
+            before = subspace if certificate is None else certificate.subspace
+            curvatures = before.curvatures + more
+    inside = replace(subspace, curvatures=curvatures, scales=scales)
+    result: Posterior = inside
+    if outside is not None:
+        assert product is not None and isinstance(posterior, ComplementedPosterior)
+        unit = joined.likelihood.single_scale
+        whole = {n: (y.div_(subspace.unit) + product[n]).mul_(unit) for n, y in posterior.product().items()}
+        result = ComplementedPosterior.of(inside, outside.scaled(unit), whole)
     if certificate is not None:
+        assert product is not None
+        whole = {name: part.add_(product[name]) for name, part in certificate.product.items()}
         # With several scales the products were summed over the outputs: they are made again when asked for.
-        certificate = Certificate.of(posterior, product, scales[0]) if len(scales) == 1 else None
-    return posterior, certificate, joined
+        certificate = Certificate.of(inside, whole, scales[0]) if len(scales) == 1 else None
+    return replace(fitted, posterior=result, certificate=certificate, survey=joined)
+
+
+def _more_outside(outside: BlockPrecision, stream: CurvatureStream, complement: Complement | None) -> BlockPrecision:
+    """Return the approximate curvature of both data sets, in units of the likelihood's scale."""
+    made = diagonal_ggn if complement is not None and complement.kind == "diagonal" else kronecker_ggn
+    return outside.joined(made(stream, outside.prior_precision))
 
 
 def certificate_of(

@@ -1,0 +1,1 @@
+"""Factored Jacobians of trained networks."""

@@ -1,13 +1,13 @@
-r"""The Jacobian of a batch with respect to one parameter, never larger than its factors.
+r"""The Jacobian of a batch with respect to one parameter, stored as factors.
 
 For a linear map applied at T positions, a Jacobian row is a sum of outer products of the map's inputs a and the
 gradients g at its outputs,
 
 .. math:: \partial f_k(x_n) / \partial W = \sum_t g_{nkt} a_{nt}^\top .
 
-Holding (a, g) in place of the rows makes products with the Jacobian a few matrix multiplications, whose best
-order depends on T, on the number K of rows an input, and on the number of vectors: `OuterBlock` counts and takes the
-cheaper one. Shapes: n inputs, K rows an input, G groups, I inputs and O outputs of the map, T positions, r vectors.
+With (a, g) in place of the rows, a product with the Jacobian is a few matrix multiplications. Their best order depends
+on T, on the number K of rows per input, and on the number of vectors. `OuterBlock` counts multiplications and takes the
+cheaper order. Shapes: n inputs, K rows per input, G groups, I inputs and O outputs of the map, T positions, r vectors.
 """
 
 from collections.abc import Iterable
@@ -22,30 +22,31 @@ from sublaplace.model.linalg import add_product, symmetric_product
 
 
 class Block(Protocol):
-    """What a parameter's part of a Jacobian can do."""
+    """The Jacobian J of a batch with respect to one parameter."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of entries of the parameter."""
 
     def rows(self) -> Tensor:
-        """The rows themselves, (n, K, size): n·K·size numbers, for this parameter alone."""
+        """Return the dense rows: (n, K, size)."""
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        """J V for V given as (r, size): (n, K, r)."""
+        """Return J V for V given as (r, size): (n, K, r)."""
 
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
-        """Adds Jᵀ U, for U given as (n, K, r), to `into` (r, size)."""
+        """Add Jᵀ U, for U given as (n, K, r), to `into` (r, size)."""
 
     def squared_sum(self) -> Tensor:
-        """Σ over n and K of the squared rows: (size,)."""
+        """Return the sum of the squared rows over n and K: (size,)."""
 
     def columns(self, indices: Tensor) -> Tensor:
-        """The columns at `indices` (m,): (n, K, m)."""
+        """Return the columns at `indices` (m,): (n, K, m)."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows held as they are, for parameters whose rows are as small as any factor: norm scales, free parameters."""
+    """Dense rows, for parameters whose rows are as small as any factor, such as the scales of a normalisation layer."""
 
     values: Tensor  # (n, K, size)
 
@@ -74,16 +75,17 @@ class OuterUse:
     """One call of a linear map: its inputs, and the gradients at its outputs for each of the K rows."""
 
     inputs: Tensor  # a: (n, G, I, T)
-    gradients: tuple[Tensor, ...]  # g: K times (n, G, O, T), as the backward passes left them
+    gradients: tuple[Tensor, ...]  # g: K tensors (n, G, O, T), as the backward passes returned them
     outputs: int  # O
     is_bias: bool = False  # a = 1 everywhere
 
     @property
     def positions(self) -> int:
+        """The number of positions, T."""
         return self.inputs.shape[3]
 
     def transposed_map(self, k: int) -> Tensor:
-        """Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
+        """Return Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
         if self.is_bias:
             return self.gradients[k].sum(-1).unsqueeze(2)
         return self.inputs @ self.gradients[k].transpose(-1, -2)
@@ -91,11 +93,11 @@ class OuterUse:
 
 @dataclass(frozen=True)
 class OuterBlock:
-    """Σ_t g_t a_tᵀ: the weight of a linear or convolution map (or its bias, with a = 1), grouped or not.
+    """Rows Σ_t g_t a_tᵀ: the weight of a linear or convolutional map, grouped or not, or its bias, with a = 1.
 
-    A weight that is used several times has several uses, whose rows add up. `transposed` says that the parameter is
-    stored as (I, O), as in ``x @ W``. Gradients are kept as a tuple over the rows: copying them together would cost as
-    much memory traffic as a backward pass.
+    A weight that is used several times has several uses, whose rows add up. `transposed` means that the parameter is
+    stored as (I, O), as in ``x @ W``. Gradients are a tuple over the rows, because stacking them would cost as much
+    memory traffic as a backward pass.
     """
 
     uses: tuple[OuterUse, ...]
@@ -104,34 +106,38 @@ class OuterBlock:
 
     @classmethod
     def of(cls, inputs: Tensor, gradients: Tensor, transposed: bool = False) -> "OuterBlock":
-        """A block of one use, from a (n, G, I, T) and g (n, K, G, O, T)."""
+        """Return a block with one use, from inputs a (n, G, I, T) and gradients g (n, K, G, O, T)."""
         use = OuterUse(inputs, gradients.unbind(1), gradients.shape[3])
         return cls((use,), gradients.shape[1], transposed)
 
     @property
     def num_inputs(self) -> int:
+        """The number of inputs, n."""
         return self.uses[0].inputs.shape[0]
 
     @property
     def groups(self) -> int:
+        """The number of groups, G."""
         return self.uses[0].inputs.shape[1]
 
     @property
     def fan_in(self) -> int:
+        """The number of inputs of the map, I."""
         return self.uses[0].inputs.shape[2]
 
     @property
     def fan_out(self) -> int:
+        """The number of outputs of the map, O."""
         return self.uses[0].outputs
 
     @property
     def positions(self) -> int:
-        """T over all uses."""
+        """The number of positions T, over all uses."""
         return sum(use.positions for use in self.uses)
 
     @property
     def is_single(self) -> bool:
-        """Whether a row is one outer product."""
+        """Whether every row is a single outer product."""
         return self.positions == 1 and self.groups == 1
 
     @property
@@ -140,12 +146,12 @@ class OuterBlock:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """a of all uses side by side: (n, G, I, T)."""
+        """The inputs a of all uses, concatenated: (n, G, I, T)."""
         return self.uses[0].inputs if len(self.uses) == 1 else torch.cat([use.inputs for use in self.uses], dim=3)
 
     @cached_property
     def gradients(self) -> Tensor:
-        """g of all uses side by side, copied together: (n, K, G, O, T)."""
+        """The gradients g of all uses, stacked and concatenated: (n, K, G, O, T)."""
         if not self.num_rows:
             shape = (self.num_inputs, 0, self.groups, self.fan_out, self.positions)
             return self.uses[0].inputs.new_zeros(shape)
@@ -156,17 +162,17 @@ class OuterBlock:
         return self._stored(self._maps_of_rows()).reshape(self.num_inputs, self.num_rows, self.size)
 
     def _maps_of_rows(self) -> Tensor:
-        """The rows as maps: (n, K, G, O, I)."""
+        """Return the rows as maps: (n, K, G, O, I)."""
         if self.positions == 1:
             return self.gradients * self.inputs.unsqueeze(1).transpose(-1, -2)
         if not self.num_rows:
             return self.uses[0].inputs.new_zeros(self.num_inputs, 0, self.groups, self.fan_out, self.fan_in)
         n, K, G, O, I = self.num_inputs, self.num_rows, self.groups, self.fan_out, self.fan_in
         if I < O and I < 32:
-            # Bound by reading g, which is done where it lies; the transposed product is twice as fast.
+            # Reading g is the bottleneck, so g is not copied; the transposed product is twice as fast.
             products = [self._transposed_map(k) for k in range(K)]
             return torch.stack(products, dim=1).view(n, K, G, I, O).transpose(-1, -2)
-        # Bound by multiplications: the rows of an input go into one larger product, worth the copy of g.
+        # Multiplications are the bottleneck: one larger product for all rows of an input outweighs the copy of g.
         total: Tensor | None = None
         for use in self.uses:
             g = _beside(use.gradients).flatten(0, 1)  # (nG, K·O, T)
@@ -176,20 +182,20 @@ class OuterBlock:
         return total.view(n, G, K, O, I).transpose(1, 2)
 
     def _transposed_map(self, k: int) -> Tensor:
-        """Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
+        """Return Σ_t a_t g_tᵀ over all uses, for row k: (n, G, I, O)."""
         return _total(use.transposed_map(k) for use in self.uses)
 
     def _stored(self, matrices: Tensor) -> Tensor:
-        """(…, O, I) in the order in which the parameter is stored; its own inverse."""
+        """Return maps (…, O, I) in the order in which the parameter is stored; an involution."""
         return matrices.transpose(-1, -2) if self.transposed else matrices
 
     def _as_maps(self, vectors: Tensor) -> Tensor:
-        """Vectors (r, size) as maps (r, G, O, I)."""
+        """Return vectors (r, size) as maps (r, G, O, I)."""
         sides = (self.fan_in, self.fan_out) if self.transposed else (self.fan_out, self.fan_in)
         return self._stored(vectors.reshape(-1, self.groups, *sides))
 
     def factors_first(self, count: int) -> bool:
-        """Whether contracting `count` vectors with a factor costs less than forming the rows first."""
+        """Return whether contracting `count` vectors with a factor costs less than forming the rows first."""
         K, T = self.num_rows, self.positions
         factors = T * count * (self.size + K * self.groups * self.fan_out)
         rows = K * self.size * (count + (T if T > 1 else 1))
@@ -220,7 +226,7 @@ class OuterBlock:
 
     def squared_sum(self) -> Tensor:
         if self.positions > 1:
-            # Row by row, so that the maps of one row of all inputs, which are squared at once, stay in the cache.
+            # One row k at a time, so that the maps to be squared stay in the cache.
             total = self.uses[0].inputs.new_zeros(self.groups, self.fan_in, self.fan_out)
             for k in range(self.num_rows):
                 total += self._transposed_map(k).square_().sum(0)
@@ -240,19 +246,24 @@ class OuterBlock:
         return torch.einsum("nkmt,nmt->nkm", self.gradients[:, :, group, output], self.inputs[:, group, source])
 
     def rotated(self, into_inputs: Tensor, into_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Q_inᵀ a and Q_outᵀ g of a single position, with bases (G, I, I) and (G, O, O): (n, G, I), (n, K, G, O)."""
+        """Return Q_inᵀ a and Q_outᵀ g for a block with one position: (n, G, I) and (n, K, G, O).
+
+        Args:
+            into_inputs: Q_in, an orthonormal basis (G, I, I).
+            into_outputs: Q_out, an orthonormal basis (G, O, O).
+        """
         a = torch.einsum("gij,ngi->ngj", into_inputs, self.inputs[..., 0])
         g = torch.einsum("gop,nkgo->nkgp", into_outputs, self.gradients[..., 0])
         return a, g
 
     def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
-        """The rows in other bases, Q_outᵀ (Σ_t g_t a_tᵀ) Q_in: (n, K, size)."""
+        """Return the rows in other bases, Q_outᵀ (Σ_t g_t a_tᵀ) Q_in: (n, K, size)."""
         assert into_inputs is not None
         if self.positions == 1:
             a, g = self.rotated(into_inputs, into_outputs)
             maps = g.unsqueeze(-1) * a.unsqueeze(1).unsqueeze(3)
             return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
-        # Each side is turned before or after the sum over the positions, whichever has fewer columns.
+        # Each side is rotated before or after the sum over the positions, whichever involves fewer columns.
         turns_inputs, turns_outputs = self.positions < self.num_rows * self.fan_out, self.positions < self.fan_in
         uses = self.uses
         if turns_inputs:
@@ -269,11 +280,11 @@ class OuterBlock:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers the factors are."""
+        """The number of entries of all factors."""
         return sum(use.inputs.numel() + sum(g.numel() for g in use.gradients) for use in self.uses)
 
     def turned(self, into_inputs: Tensor, into_outputs: Tensor) -> "OuterBlock":
-        """The block whose rows are those of `rotated_rows`, in factored form."""
+        """Return the factored block whose rows are `rotated_rows`."""
         uses = (
             replace(
                 use,
@@ -286,7 +297,7 @@ class OuterBlock:
         return replace(self, uses=tuple(uses))
 
     def of_outputs(self, start: int, stop: int) -> "OuterBlock":
-        """The part of the block that belongs to some outputs of the map, the same ones of every group."""
+        """Return the part of the block that belongs to the outputs `start` to `stop` of the map, in every group."""
         uses = (
             replace(use, gradients=tuple(g[:, :, start:stop] for g in use.gradients), outputs=stop - start)
             for use in self.uses
@@ -294,48 +305,49 @@ class OuterBlock:
         return replace(self, uses=tuple(uses))
 
     def indices_of_outputs(self, start: int, stop: int) -> Tensor:
-        """Where the columns of `of_outputs` stand among those of the block."""
+        """Return the indices of the columns of `of_outputs` among the columns of the block."""
         places = self._as_maps(torch.arange(self.size, device=self.device)[None])
         return self._stored(places[:, :, start:stop]).reshape(-1)
 
     def input_moment(self, weights: Tensor | None = None) -> Tensor:
-        """Σ_{n,t} w_n a aᵀ for weights (n,), by default 1: (G, I, I)."""
+        """Return Σ_{n,t} w_n a aᵀ for weights (n,), by default 1: (G, I, I)."""
         inputs = [use.inputs for use in self.uses]
         if weights is not None:
             inputs = [a * weights.sqrt().to(a).view(-1, 1, 1, 1) for a in inputs]
         return _total(_second_moment(a) for a in inputs)
 
     def gradient_moment(self) -> Tensor:
-        """Σ_{n,k,t} g gᵀ: (G, O, O)."""
+        """Return Σ_{n,k,t} g gᵀ: (G, O, O)."""
         if not self.num_rows:
             return self.uses[0].inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
         return _total(_second_moment(g) for use in self.uses for g in use.gradients)
 
     @property
     def factor_sides(self) -> tuple[int, ...]:
-        """How many Kronecker factors there are (groups), and the sides of the square ones."""
+        """The number of groups, and the side lengths of the square Kronecker factors of one group."""
         return self.groups, self.fan_in, self.fan_out
 
     @property
     def device(self) -> torch.device:
+        """The device of the factors."""
         return self.uses[0].inputs.device
 
     @property
     def gradient_key(self) -> tuple[object, ...]:
-        """The same for blocks with the same gradients, such as a weight and its bias."""
+        """A key that is equal for blocks with the same gradients, such as a weight and its bias."""
         return tuple(_identity(g) for use in self.uses for g in use.gradients) or (self.groups, self.fan_out)
 
     def num_terms(self, weights: Tensor | None = None) -> float:
-        """How many a `input_moment` sums over: T Σ_n w_n."""
+        """Return the weighted number of terms of `input_moment`: T Σ_n w_n."""
         return self.positions * (self.num_inputs if weights is None else float(weights.sum()))
 
     def reduced(self) -> "OuterBlock":
-        """Inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
+        """Return the block with inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
         return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
 
 
 def _total(fresh: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors that nobody else holds, in the memory of the first."""
+    """Return the sum of tensors, in the memory of the first; no caller may hold a reference to it."""
     tensors = iter(fresh)
     total = next(tensors)
     for tensor in tensors:
@@ -344,12 +356,12 @@ def _total(fresh: Iterable[Tensor]) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """Equal only for tensors that are the same view of the same memory."""
+    """Return a key that is equal only for identical views of the same memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _second_moment(factor: Tensor) -> Tensor:
-    """Σ over n and t of f fᵀ for factors (n, G, F, T): (G, F, F)."""
+    """Return Σ_{n,t} f fᵀ for factors f (n, G, F, T): (G, F, F)."""
     _, _, F, T = factor.shape
     if factor.stride(2) == 1:  # positions before features in memory
         return symmetric_product(factor.permute(1, 0, 3, 2).flatten(1, 2).transpose(1, 2))
@@ -359,12 +371,12 @@ def _second_moment(factor: Tensor) -> Tensor:
 
 
 def _turned(gradients: tuple[Tensor, ...], basis: Tensor) -> tuple[Tensor, ...]:
-    """Qᵀ g for g (n, G, O, T) and Q (G, O, O)."""
+    """Return Qᵀ g for gradients g (n, G, O, T) and a basis Q (G, O, O)."""
     return tuple((g.transpose(2, 3) @ basis).transpose(2, 3) for g in gradients)
 
 
 def _beside(gradients: tuple[Tensor, ...]) -> Tensor:
-    """K times (n, G, O, T) as one (n, G, K·O, T), copied in the order in which they lie in memory."""
+    """Copy K tensors (n, G, O, T) to one tensor (n, G, K·O, T) that keeps their memory order."""
     if gradients[0].stride(2) == 1:  # positions before outputs
         return torch.stack([g.transpose(2, 3) for g in gradients], dim=3).flatten(3).transpose(2, 3)
     return torch.stack(gradients, dim=2).flatten(2, 3)
@@ -372,7 +384,7 @@ def _beside(gradients: tuple[Tensor, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """A table of which each position uses one row: a is one-hot and held as indices."""
+    """Rows for an embedding table: every position uses one table row, so a is one-hot and stored as an index."""
 
     indices: Tensor  # (n, T)
     gradients: Tensor  # (n, K, T, D)
@@ -414,42 +426,47 @@ class EmbeddingBlock:
         return torch.einsum("nktm,ntm->nkm", self.gradients[..., indices % width], hit)
 
     def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
-        """The rows in another output basis: one-hot inputs are in the eigenbasis of their second moment as they are."""
+        """Return the rows in another output basis.
+
+        One-hot inputs need no rotation: their second moment is diagonal.
+        """
         assert into_inputs is None
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
 
     @property
     def factor_sides(self) -> tuple[int, ...]:
-        """As in `OuterBlock`; the factor of one-hot inputs is diagonal."""
+        """The same as in `OuterBlock`, without the input factor, which is diagonal."""
         return 1, self.gradients.shape[3]
 
     @property
     def device(self) -> torch.device:
+        """The device of the indices."""
         return self.indices.device
 
     @property
     def gradient_key(self) -> tuple[object, ...]:
+        """The same as in `OuterBlock`."""
         return ("table", _identity(self.gradients))
 
     def input_moment(self, weights: Tensor | None = None) -> Tensor:
-        """The diagonal of Σ w a aᵀ, which is diagonal: how often each row is used, (1, I)."""
+        """Return the diagonal of Σ w a aᵀ, the weighted number of uses of each table row: (1, I)."""
         counts = None if weights is None else weights[:, None].expand(self.indices.shape).flatten()
         return torch.bincount(self.indices.flatten(), counts, minlength=self.table_rows).to(self.gradients)[None]
 
     def gradient_moment(self) -> Tensor:
-        """Σ_{n,k,t} g gᵀ: (1, D, D)."""
+        """Return Σ_{n,k,t} g gᵀ: (1, D, D)."""
         g = self.gradients.flatten(0, 2)
         return (g.T @ g)[None]
 
     def num_terms(self, weights: Tensor | None = None) -> float:
-        """As in `OuterBlock`."""
+        """Return the weighted number of terms, T Σ_n w_n."""
         n, T = self.indices.shape
         return T * (n if weights is None else float(weights.sum()))
 
 
 @dataclass(frozen=True)
 class SumBlock:
-    """A parameter used in several ways at once, such as an embedding tied to an output layer."""
+    """The sum of blocks, for a parameter used in several ways, such as an embedding tied to an output layer."""
 
     parts: tuple[Block, ...]
 
@@ -475,7 +492,7 @@ class SumBlock:
 
 
 def summed(blocks: list[Block]) -> Block:
-    """One block for all uses of a parameter."""
+    """Return one block for all uses of a parameter."""
     if len(blocks) == 1:
         return blocks[0]
     outer = [b for b in blocks if isinstance(b, OuterBlock)]

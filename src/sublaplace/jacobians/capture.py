@@ -1,8 +1,8 @@
-"""What a network does with its parameters, seen at the functional calls.
+"""Record how a network uses its parameters, at the level of functional calls.
 
-A `Capture` is active during a forward pass and recognises the calls that use a parameter in a way with structure (see
-`rules.py`). Calls, not modules, are watched, because functional use, attention projections and tied weights never reach
-a module's hooks. Any other use makes the parameter `unusual`: it goes through the general path (`general.py`).
+A `Capture` is active during a forward pass and recognises calls that use a parameter in a structured way (see
+`rules.py`). It intercepts calls rather than modules, because functional calls, attention projections and tied weights
+bypass a module's hooks. Any other use makes the parameter `unusual`, and it takes the general path (`general.py`).
 """
 
 import types
@@ -21,7 +21,7 @@ from sublaplace.jacobians.rules import RULES, BlockBuilder, Use
 
 @dataclass
 class Call:
-    """A recorded use: what the backward pass and the blocks need."""
+    """A recorded call, with everything that the backward pass and the blocks need."""
 
     function: str
     names: tuple[str, ...]
@@ -30,7 +30,7 @@ class Call:
     output: Tensor | None
     edge: GradientEdge | None
     builders: tuple[tuple[str, BlockBuilder], ...]
-    input_elements: int  # numbers that the input takes up in a block; a convolution's patches repeat it
+    input_elements: int  # entries of the input in a block; a convolution's patches repeat the input
 
 
 _RELU = (F.relu, torch.relu, Tensor.relu)
@@ -55,9 +55,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
-    """A composite of ``torch.nn.functional`` whose inner calls stay visible to the active mode.
+    """Return a copy of a composite ``torch.nn.functional`` function whose inner calls reach the active mode.
 
-    Such functions first ask whether a mode wants them whole; here the answer is no.
+    The original first checks whether a mode overrides the whole function; in the copy, the check is always false.
     """
     never = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
@@ -71,15 +71,19 @@ def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Capture(TorchFunctionMode):
-    """Records every structured use of the given parameters during one forward pass.
+    """A recorder of every structured use of the given parameters during one forward pass.
 
-    expand: the calls (by number) whose input does not depend on the batch, such as position embeddings, and gets a
-    batch dimension of `num_inputs` in front so that its gradients stay apart by input. keep_outputs: keep the
-    calls' outputs, for probing. channels_last: run two-dimensional convolutions, and what follows them, in that memory
-    order, in which their backward passes take half the time on a CPU.
+    Args:
+        parameters: from the id of a parameter to its name.
+        num_inputs: the batch size n.
+        expand: the numbers of the calls whose input does not depend on the batch, such as position embeddings. Their
+            input gets a batch dimension of size `num_inputs`, which keeps the gradients of different inputs apart.
+        keep_outputs: whether to keep the outputs of the calls, for probing.
+        channels_last: whether to run two-dimensional convolutions, and the operations after them, in this memory order.
+            It halves the time of their backward passes on a CPU.
     """
 
-    parameters: Mapping[int, str]  # id of a parameter → its name
+    parameters: Mapping[int, str]
     num_inputs: int
     expand: frozenset[int] = frozenset()
     keep_outputs: bool = False
@@ -113,7 +117,7 @@ class Capture(TorchFunctionMode):
         return result
 
     def _without_parameters(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The call itself, except that max(ReLU(x)) is run as ReLU(max(x)): equal, gradients included, at less cost."""
+        """Run the call, with max(ReLU(x)) replaced by ReLU(max(x)), which costs less and has equal gradients."""
         if func in _MAX_POOL and args and self._rectified is not None and args[0] is self._rectified[0]:
             return torch.relu(func(self._rectified[1], *args[1:], **kwargs))
         result = func(*args, **kwargs)
@@ -129,12 +133,12 @@ class Capture(TorchFunctionMode):
         in_graph = source.requires_grad
 
         def wrap(parameter: Tensor) -> Tensor:
-            # The output has to be part of the graph, so that a gradient arrives at it; the parameter's own gradient
-            # is never asked for.
+            # The output must be part of the graph to receive a gradient. The gradient of the parameter itself is never
+            # requested.
             if not in_graph and torch.is_grad_enabled():
                 parameter = parameter.detach().requires_grad_()
             if self.channels_last and use.kernel_points and parameter.ndim == 4:
-                # One channel leaves the order of the original open; a clone settles it.
+                # With one channel, the memory order of the original is ambiguous; a clone fixes it.
                 return parameter.clone(memory_format=torch.channels_last)
             return parameter
 

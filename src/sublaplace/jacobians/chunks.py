@@ -1,4 +1,4 @@
-"""How many inputs are worked on at once."""
+"""Choose how many inputs to process at once."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from sublaplace.jacobians.plan import Plan
 from sublaplace.model.parameters import ParameterLayout
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
-_FEWEST_INPUTS = 4  # of a chunk even so: sums as large as the parameters are added to once per chunk
-_USEFUL_ROWS = 256  # of a chunk; with fewer, a product with a large P is bound by reading P
-_SHARE_OF_VECTORS = 4  # for the sake of that, chunks may take as much memory as a quarter of P
+_FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
+_USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
+_SHARE_OF_VECTORS = 4  # to reach that number, a chunk may use a quarter of the memory of P
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,26 @@ class ChunkPolicy:
 
     Args:
         memory_budget: bytes for temporary chunks.
-        num_vectors: how many vectors of parameter space Jacobians are multiplied with at once: s, if P is a matrix.
+        num_vectors: how many vectors in parameter space are multiplied by a Jacobian at once; s if P is a matrix.
     """
 
     memory_budget: int = 2**30
     num_vectors: int = 0
 
     def size(self, plan: Plan, layout: ParameterLayout, itemsize: int, rows: int, row_by_row: bool) -> int:
-        """Return how many inputs with `rows` rows each fit into the memory budget at once."""
+        """Return how many inputs to process at once within the memory budget.
+
+        Args:
+            plan: the measured size of the network's activations.
+            layout: the sizes of the parameters.
+            itemsize: bytes per number.
+            rows: Jacobian rows per input.
+            row_by_row: whether only one row per input is formed at a time.
+        """
         general = rows * sum(layout.sizes[name] for name in plan.general)
-        held = min(rows, 2) if row_by_row else rows  # row by row: the one in use and the next one
+        held = min(rows, 2) if row_by_row else rows  # row by row: the current row and the next row
         largest = max(layout.sizes.values())
-        graph = 2 * plan.gradient_elements  # outputs of the calls and of the activations after them
+        graph = 2 * plan.gradient_elements  # outputs of the calls and of the activation functions after them
         elements = held * (plan.gradient_elements + 2 * largest) + graph + general + 2 * plan.input_elements
         one = max(1, elements * itemsize)
         useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)

@@ -1,4 +1,4 @@
-"""Rows of the Jacobian for parameters that no rule covers, by `torch.func` for these parameters alone."""
+"""Jacobian rows for parameters that no rule covers, by automatic differentiation of these parameters alone."""
 
 import warnings
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.utils._pytree import tree_map
 
-Inputs = object  # a tensor, or a tuple, list or mapping of tensors, the batch in front
+Inputs = object  # a tensor, or a tuple, list or mapping of tensors, with the batch dimension first
 Forward = Callable[[nn.Module, object], Tensor]
 
 
@@ -20,10 +20,16 @@ def general_rows(
     cotangents: Tensor,
     batched: bool,
 ) -> dict[str, Tensor]:
-    """∂(uᵀf(x_n))/∂θ for u = cotangents[n, k]: a (n, K, size) tensor for each of `parameters`.
+    """Return ∂(uᵀf(x_n))/∂θ for u = cotangents[n, k]: (n, K, size) for each of `parameters`.
 
-    With `batched` all inputs go through one vectorised pass; otherwise one input at a time, which works for any module
-    and costs n·K small backward passes.
+    Args:
+        model: the network.
+        forward: how the model is called.
+        parameters: the parameters to differentiate, by name.
+        inputs: the batch.
+        cotangents: directions in the outputs, (n, K, C).
+        batched: whether one vectorised pass (`torch.func`) handles all inputs. Otherwise, inputs run one at a time,
+            which works for any module and costs n·K small backward passes.
     """
     rows = _vectorised_rows if batched else _single_rows
     return rows(model, forward, parameters, inputs, cotangents)
@@ -44,13 +50,13 @@ def _vectorised_rows(
         return directions @ functional_call(wrapped, named, (batch,))[0]
 
     values = {name: p.detach() for name, p in parameters.items()}
-    with warnings.catch_warnings(action="ignore"):  # vmap says that some operations have no fast batching rule
+    with warnings.catch_warnings(action="ignore"):  # vmap warns about operations without a fast batching rule
         rows = vmap(jacrev(projected), in_dims=(None, 0, 0))(values, inputs, cotangents)
     return {name: value.flatten(2) for name, value in rows.items()}
 
 
 class _CallWith(nn.Module):
-    """The model called through the user's forward function, as a module that `functional_call` can take."""
+    """A module that calls the model through the user's forward function, as `functional_call` needs it."""
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
         super().__init__()

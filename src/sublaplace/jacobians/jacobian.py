@@ -1,4 +1,4 @@
-"""The factored Jacobian of a batch, and of many inputs chunk by chunk."""
+"""The factored Jacobian of a batch, and the Jacobians of many inputs in chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,26 +16,32 @@ from sublaplace.model.parameters import ParameterLayout
 
 @dataclass(frozen=True)
 class Jacobian:
-    """J of n inputs with K rows each, as one block a parameter; a parameter without a block has zero rows.
+    """The Jacobian J of n inputs with K rows each, stored as one block per parameter.
 
-    Row (n, k) is the gradient of uᵀf(x_n) with u the k-th cotangent of input n: an output, or a column of the root of
-    the output Hessian. Memory: the factors of the blocks, n·K·(activations of the network), never n·K·p.
+    A parameter without a block has zero rows. Row (n, k) is the gradient of uᵀf(x_n), where u is the k-th cotangent of
+    input n: an output, or a column of the root of the output Hessian. Memory: the factors of the blocks,
+    n·K·(activations of the network), never n·K·p.
     """
 
     layout: ParameterLayout
     blocks: dict[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
-    weights: Tensor | None = None  # how much each input counts in sums over inputs alone: (n,); None: once
-    repeats_inputs: bool = False  # whether an earlier Jacobian has other rows of the same inputs
+    weights: Tensor | None = None  # of the inputs, for sums over inputs rather than rows: (n,); None: 1
+    repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
 
     @property
     def num_inputs(self) -> int:
+        """The number of inputs, n."""
         return len(self.outputs)
 
     def require_finite(self, product: Tensor) -> Tensor:
-        """`product`, which was made from this Jacobian; an error that names the parameter if it is not finite."""
-        # The sum is finite if all numbers are (up to an overflow), and takes a single look at each.
+        """Return `product`, which was computed from this Jacobian, if it is finite.
+
+        Raises:
+            ValueError: if it is not; the message names the parameter.
+        """
+        # One sum is the cheapest test; only a sum that is not finite needs a test of every number.
         if torch.isfinite(product.sum()) or torch.isfinite(product).all():
             return product
         for name, block in self.blocks.items():
@@ -44,7 +50,7 @@ class Jacobian:
         raise ValueError("A product with the Jacobian overflows; use a float64 model.")
 
     def matmul(self, vectors: Vectors) -> Tensor:
-        """J V for r vectors: (n, K, r)."""
+        """Return J V for r vectors V: (n, K, r)."""
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
         for name, block in self.blocks.items():
@@ -52,14 +58,15 @@ class Jacobian:
         return self.require_finite(result)
 
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
-        """Adds Jᵀ U to `into`, for U of shape (n, K, r)."""
+        """Add Jᵀ U to `into`, for U of shape (n, K, r)."""
         for name, block in self.blocks.items():
             block.add_transpose_matmul(weights, into[name])
 
     def formed(self, count: int) -> "Jacobian":
-        """This one for several products with `count` vectors each, which would form the same rows every time.
+        """Return this Jacobian with rows formed in advance, for several products with `count` vectors each.
 
-        Memory: n·K·p at the most, so it is only done where that is a quarter of the vectors' or less.
+        Otherwise every product would form the same rows again. Memory: at most n·K·p, so rows are only formed if that
+        is at most a quarter of the memory of the vectors.
         """
         if 4 * self.num_inputs * self.num_rows > count:
             return self
@@ -70,7 +77,12 @@ class Jacobian:
         return replace(self, blocks=blocks)
 
     def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
-        """The columns of J that `ParameterLayout.split_indices` names: (n, K, count)."""
+        """Return `count` columns of J: (n, K, count).
+
+        Args:
+            parts: the indices of the columns by parameter, from `ParameterLayout.split_indices`.
+            count: the number of columns.
+        """
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, count)
         for name, (places, indices) in parts.items():
             if name in self.blocks:
@@ -78,7 +90,7 @@ class Jacobian:
         return self.require_finite(result)
 
     def dense_rows(self) -> Tensor:
-        """All rows, (n·K, p): for small networks and references only."""
+        """Return all rows, (n·K, p), for small networks."""
         n, K = self.num_inputs, self.num_rows
         parts = [
             self.blocks[name].rows() if name in self.blocks else self.outputs.new_zeros(n, K, size)
@@ -88,30 +100,37 @@ class Jacobian:
 
 
 class Engine(Protocol):
-    """What `Jacobians` asks of a `Linearization`."""
+    """The part of `Linearization` that `Jacobians` uses."""
 
     @property
-    def layout(self) -> ParameterLayout: ...
+    def layout(self) -> ParameterLayout:
+        """Names and shapes of the parameters."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the parameters."""
 
     @property
-    def memory_budget(self) -> int: ...
+    def memory_budget(self) -> int:
+        """Bytes for temporary chunks."""
 
-    def chunks(self, inputs: Any) -> Iterator[Jacobian]: ...
+    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
+        """Yield the Jacobians of parts of a large batch, within the memory budget."""
 
-    def num_outputs(self, inputs: Any) -> int: ...
+    def num_outputs(self, inputs: Any) -> int:
+        """Return the number of outputs, C."""
 
-    def zero_vectors(self, count: int) -> Vectors: ...
+    def zero_vectors(self, count: int) -> Vectors:
+        """Return `count` zero vectors in parameter space."""
 
 
 @dataclass(frozen=True)
 class Jacobians:
-    """The Jacobian of a set of inputs (with respect to all outputs), chunk by chunk; may be read repeatedly."""
+    """An iterable over the Jacobians of a set of inputs, in chunks, with one row per output."""
 
     linearization: Engine
     inputs: Any
@@ -125,12 +144,12 @@ class Jacobians:
                 bar.update(jacobian.num_inputs)
 
     def few(self, count: int) -> "Jacobians":
-        """Return those of the first `count` inputs."""
+        """Return the Jacobians of the first `count` inputs."""
         return replace(self, inputs=select(self.inputs, slice(0, count)))
 
     @property
     def num_rows(self) -> int:
-        """n·C."""
+        """The number of rows, n·C."""
         return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
 
     @property
@@ -140,7 +159,7 @@ class Jacobians:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the rows."""
+        """The dtype of the rows."""
         return self.linearization.dtype
 
     @property
@@ -150,13 +169,14 @@ class Jacobians:
 
 
 def non_finite_jacobian(name: str) -> str:
+    """Return the error message for a parameter whose Jacobian is not finite."""
     return (
         f"The Jacobian with respect to '{name}' holds NaN or infinity: the network is not differentiable at some "
-        "input. Common reasons: a square root or a division at zero, or an overflow in a low precision."
+        "input. Common causes are a square root or a division at zero, and overflow in low precision."
     )
 
 
 def require_finite_sum(name: str, total: Tensor) -> None:
-    """An error that names the parameter, if a sum over its rows is not finite."""
+    """Raise ValueError, naming the parameter, if `total`, a sum over its rows, is not finite."""
     if not torch.isfinite(total).all():
         raise ValueError(non_finite_jacobian(name))

@@ -1,4 +1,4 @@
-"""A trained network and its Jacobian: the engine that everything else runs on."""
+"""A trained network and its Jacobian: the engine that all other modules use."""
 
 import os
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
 
 
 class Linearization:
-    """f(x) ≈ f(x; θ̂) + J (θ − θ̂), with J in factored form (see `blocks.py`).
+    """The linearised network f(x) ≈ f(x; θ̂) + J (θ − θ̂), with J in factored form (see `blocks.py`).
 
-    The first batch is probed (see `probing.py`), and again whenever the network runs another sequence of calls. A
-    parameter that is used in a way without structure goes through the general path of `general.py`. So every module
-    gives the right answer, and only what is unusual is slower. A Jacobian costs one forward and K backward passes.
+    The network is probed on the first batch, and again whenever it runs a new sequence of calls (see `probing.py`). A
+    parameter without structured use takes the general path of `general.py`. Every module therefore gets a correct
+    Jacobian, and only unusual parameters are slower. Cost: one forward and K backward passes per input.
 
     Args:
-        model: the trained network, which is borrowed while it is used and left as it was.
+        model: the trained network; it is put into eval mode while in use and restored afterwards.
         forward: how the model is called.
-        chunks: how many inputs are worked on at once.
-        scratch_folder: where vectors of parameter space are kept; None: in memory.
+        chunks: how many inputs are processed at once.
+        scratch_folder: where vectors in parameter space are stored; None: in memory.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Linearization:
         self.network = Network(model, forward)
         self.policy = chunks or ChunkPolicy()
         self.scratch_folder = scratch_folder
-        self.passes = 0  # backward passes through one input, counted
+        self.passes = 0  # number of backward passes so far, counted per input
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
-        # glibc gives freed blocks back to the system, and takes a page fault for every page when the next chunk needs
-        # them again, until a large one has been freed; from then on it keeps twice that size.
+        # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
+        # block has been freed, glibc keeps up to twice its size.
         torch.empty(_LARGEST_KEPT_BLOCK, dtype=torch.uint8)
 
     @property
@@ -63,22 +63,22 @@ class Linearization:
 
     @property
     def forward(self) -> Forward:
-        """How it is called."""
+        """How the model is called."""
         return self.network.forward
 
     @property
     def layout(self) -> ParameterLayout:
-        """Names and shapes of its parameters."""
+        """Names and shapes of the parameters."""
         return self.network.layout
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its parameters."""
+        """The dtype of the parameters."""
         return self.network.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of its parameters."""
+        """The device of the parameters."""
         return self.network.device
 
     @property
@@ -87,61 +87,69 @@ class Linearization:
         return self.policy.memory_budget
 
     def zero_vectors(self, count: int) -> Vectors:
-        """Return zeros of parameter space, (count, size) per parameter, in memory or in the scratch folder."""
+        """Return `count` zero vectors in parameter space, in memory or in the scratch folder."""
         if self.scratch_folder is None:
             return self.layout.zeros(count, torch.empty(0, dtype=self.dtype, device=self.device))
         sizes = self.layout.sizes.items()
         return {name: on_disk(count * size, self.dtype, self.scratch_folder).view(count, size) for name, size in sizes}
 
     def borrowed(self) -> AbstractContextManager[None]:
-        """Put the model into eval mode, and back afterwards; may be nested."""
+        """Put the model into eval mode and restore it afterwards; contexts may be nested."""
         return self.network.borrowed()
 
     def to_device(self, inputs: Any) -> Any:
-        """Move inputs to the model's device; half-precision ones get the model's type."""
+        """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
         return self.network.to_device(inputs)
 
     def outputs(self, inputs: Any) -> Tensor:
-        """Return f(x), (n, C), without a graph."""
+        """Return f(x) without an autograd graph: (n, C)."""
         with self.borrowed(), torch.no_grad():
             return self.network.watched(self.to_device(inputs))[1]
 
     def jacobian(self, inputs: Any, cotangents: Cotangents | None = None) -> Jacobian:
-        """Return J of a batch; row (n, k) belongs to cotangents[n, k] (n, K, C), by default to output k.
+        """Return the Jacobian of a batch.
 
-        Cotangents may also be given as a function of the outputs, which saves a forward pass.
+        Args:
+            inputs: the batch.
+            cotangents: (n, K, C), the directions of the rows; None: one row per output. A function from the outputs to
+                the cotangents saves a forward pass.
         """
         run = self._forward_pass(inputs, cotangents)
         return run.jacobian(range(run.num_rows))
 
     def row_by_row(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
-        """Yield the rows of `jacobian` one after another, as K Jacobians with one row per input (none if K = 0).
+        """Yield K Jacobians with one row per input, which together hold the rows of `jacobian`.
 
-        For what only adds up over the rows: the memory of one row's gradients serves them all.
+        Sums over rows need only the memory of one row's gradients this way. If K = 0, yield one Jacobian without rows.
         """
         run = self._forward_pass(inputs, cotangents)
         for k in range(max(1, run.num_rows)):
             yield run.jacobian(range(k, min(k + 1, run.num_rows)))
 
     def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
-        """Yield the Jacobians of parts of a large batch (of all outputs, or `cotangents`), within the memory budget."""
+        """Yield the Jacobians of parts of a large batch, within the memory budget; arguments as in `jacobian`."""
         self.look_at(inputs)
         step = self.chunk_size(inputs)
         for start in range(0, num_inputs(inputs), step):
             yield self.jacobian(select(inputs, slice(start, start + step)), cotangents)
 
     def look_at(self, inputs: Any) -> None:
-        """Find out how much memory inputs of this shape need, by a forward pass of three of them."""
+        """Measure how much memory inputs of this shape need, by a forward pass with three of them."""
         with self.borrowed():
             self._captured(self.to_device(select(inputs, slice(0, 3))))
 
     def chunk_size(
         self, inputs: Any, rows: int | None = None, row_by_row: bool = False, num_vectors: int | None = None
     ) -> int:
-        """Return how many inputs with `rows` rows each (default: one per output) fit into the memory budget at once.
+        """Return how many inputs to process at once within the memory budget.
 
-        By what is known from the last look or pass; `inputs` are looked at if there was none. `num_vectors`: of
-        parameter space that these Jacobians are multiplied with; None: as in the policy.
+        The answer uses the measurements of the last `look_at` or pass.
+
+        Args:
+            inputs: measured if there was no pass before.
+            rows: rows per input; None: one per output.
+            row_by_row: whether only one row per input is formed at a time.
+            num_vectors: how many vectors in parameter space are multiplied by the Jacobians; None: as in the policy.
         """
         if self._current is None:
             self.look_at(inputs)
@@ -152,20 +160,20 @@ class Linearization:
         return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row)
 
     def num_outputs(self, inputs: Any) -> int:
-        """Return C."""
+        """Return the number of outputs, C."""
         return self.outputs(select(inputs, slice(0, 1))).shape[1]
 
     def unusual_parameters(self) -> dict[str, str]:
-        """Return the parameters that took the general path, with the reason."""
+        """Return the parameters that took the general path, each with the reason."""
         return {name: why for plan in self._plans.values() for name, why in plan.general.items()}
 
     def last_linear(self) -> tuple[str, ...]:
-        """Return the parameters of the last linear call of the network; none if it is frozen."""
+        """Return the parameters of the network's last linear call; empty if they are frozen."""
         plan = next(iter(self._plans.values()), None)
         return plan.last_linear if plan else ()
 
     def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
-        """Run one forward pass with the calls recorded; an unknown sequence of calls is probed first."""
+        """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current
         for _ in range(3):
             with torch.enable_grad():
@@ -183,8 +191,8 @@ class Linearization:
             self._current = plan
             return plan, capture, outputs
         raise RuntimeError(
-            "The network does not run the same operations twice on the same inputs, so its Jacobian is not defined. "
-            f"The parametrised calls of the last pass were: {described(capture.calls)}."
+            "The network does not repeat the same operations on the same inputs, so its Jacobian is not defined. "
+            f"The calls with parameters in the last pass were: {described(capture.calls)}."
         )
 
     def _jacobian_of(self, plan: Plan, capture: Capture, inputs: Any, outputs: Tensor, cotangents: Tensor) -> Jacobian:

@@ -1,4 +1,4 @@
-"""A trained network as the engine sees it: its parameters by name, and forward passes whose calls are recorded."""
+"""A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ class Network:
         self.parameters = self.layout.parameters(model)
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._borrowed = 0
-        # oneDNN's convolutions, which are the ones that gain from this order, are those of float32 on a CPU.
+        # Only oneDNN convolutions gain from this memory order, and they run in float32 on a CPU.
         self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the parameters."""
+        """The dtype of the parameters."""
         return next(iter(self.parameters.values())).dtype
 
     @property
@@ -39,12 +39,12 @@ class Network:
 
     @property
     def tolerance(self) -> float:
-        """How far two ways to the same number may lie apart, relative to the largest."""
+        """The largest allowed difference between two computations of the same numbers, relative to the largest one."""
         return 1e-3 if self.dtype.itemsize < 8 else 1e-8
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Put the model into eval mode, and back afterwards; may be nested."""
+        """Put the model into eval mode and restore it afterwards; contexts may be nested."""
         if self._borrowed:
             yield
             return
@@ -56,7 +56,7 @@ class Network:
             self._borrowed -= 1
 
     def to_device(self, inputs: Any) -> Any:
-        """Move inputs to the model's device; half-precision ones get the model's type."""
+        """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -67,7 +67,18 @@ class Network:
         return tree_map(move, plain(inputs))
 
     def watched(self, inputs: Any, **options: Any) -> tuple[Capture, Tensor]:
-        """Run one forward pass and record its calls."""
+        """Run one forward pass and record its calls.
+
+        Args:
+            inputs: the batch.
+            **options: passed on to `Capture`.
+
+        Returns:
+            The capture and the outputs (n, C).
+
+        Raises:
+            ValueError: if the outputs are not of shape (n, C), or if inputs or outputs are not finite.
+        """
         capture = Capture(self._names, num_inputs(inputs), channels_last=self._channels_last, **options)
         try:
             with capture:
@@ -75,7 +86,7 @@ class Network:
         except RuntimeError:
             if not self._channels_last:
                 raise
-            self._channels_last = False  # the network wants the usual order, for a view perhaps
+            self._channels_last = False  # the network needs the default order, perhaps for a view
             return self.watched(inputs, **options)
 
     def _checked(self, outputs: Any, inputs: Any) -> Tensor:
@@ -83,15 +94,15 @@ class Network:
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != n:
             shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(
-                f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it gave {shape}. "
-                "Wrap it in a module that returns such a tensor."
+                f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it returned {shape}. "
+                "Wrap it in a module that returns a tensor of this shape."
             )
         if not torch.isfinite(outputs).all() or _has_non_finite(inputs):
             raise ValueError(self._non_finite(inputs))
         return outputs
 
     def _non_finite(self, inputs: Any) -> str:
-        """Say where NaN or infinity first appears: the inputs or a layer."""
+        """Return an error message that says where NaN or infinity first appears: the inputs or a layer."""
         if _has_non_finite(inputs):
             return "The inputs hold NaN or infinity."
         capture = Capture(self._names, num_inputs(inputs), keep_outputs=True)
@@ -100,10 +111,10 @@ class Network:
         for call in capture.calls:
             if call.output is not None and not torch.isfinite(call.output).all():
                 return f"The output of '{call.function}' with {', '.join(call.names)} holds NaN or infinity."
-        return "The network's outputs hold NaN or infinity, though no parametrised layer does."
+        return "The network's outputs hold NaN or infinity, although no layer with parameters does."
 
     def plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
-        """Return Jᵀu by one ordinary backward pass: (size,) per parameter."""
+        """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter."""
         parameters = list(self.parameters.values())
         for p in parameters:
             p.requires_grad_()

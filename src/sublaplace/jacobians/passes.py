@@ -1,4 +1,4 @@
-"""Rows of the Jacobian by backward passes from one recorded forward pass."""
+"""Jacobian rows, by backward passes from one recorded forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from sublaplace.jacobians.plan import BatchAxis, Plan
 from sublaplace.model.parameters import ParameterLayout
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
-"""Directions (n, K, C) in the outputs, or a function of the outputs that gives them."""
+"""Directions (n, K, C) in the outputs, or a function that returns them for given outputs."""
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass from which rows of the Jacobian are taken by backward passes, in order."""
+    """A recorded forward pass, whose backward passes yield Jacobian rows, in order."""
 
     layout: ParameterLayout
-    outputs: Tensor  # with their graph
+    outputs: Tensor  # with their autograd graph
     cotangents: Tensor  # (n, K, C)
-    calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, the batch in front
-    general: dict[str, Tensor]  # rows that are known already: (n, K, size)
+    calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, batch dimension first
+    general: dict[str, Tensor]  # rows from the general path: (n, K, size)
 
     @classmethod
     def of(
@@ -39,7 +39,7 @@ class ForwardPass:
         outputs: Tensor,
         cotangents: Cotangents | None,
     ) -> "ForwardPass":
-        """Prepare the backward passes for `cotangents`; None: one for each output."""
+        """Prepare the backward passes for `cotangents`; None: one per output."""
         n, C = outputs.shape
         if cotangents is None:
             cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
@@ -58,7 +58,7 @@ class ForwardPass:
 
     @property
     def num_rows(self) -> int:
-        """K."""
+        """The number of rows per input, K."""
         return self.cotangents.shape[1]
 
     def jacobian(self, rows: range) -> Jacobian:
@@ -84,7 +84,7 @@ class ForwardPass:
             return {name: summed(blocks) for name, blocks in found.items()}
 
     def _gradients(self, k: int) -> list[Tensor]:
-        """Return the gradients of row k of every input at the outputs of the calls; the last row frees the graph."""
+        """Return the gradients at the outputs of the calls, for row k of every input; the last row frees the graph."""
         edges = [call.edge for call, _, _ in self.calls if call.edge is not None]
         if not edges or not self.outputs.requires_grad:
             return [self.outputs.new_zeros(call.output_shape) for call, _, _ in self.calls]

@@ -1,4 +1,4 @@
-"""What probing a network finds out: where the inputs of a batch stand in each call, and what needs the general path."""
+"""The result of probing a network: the batch dimension of each call, and the parameters that need the general path."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from sublaplace.jacobians.capture import Call
 
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
-"""The calls of a forward pass, in order: the function and the parameters of each."""
+"""The calls of a forward pass in order, each as (function, names of its parameters)."""
 
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """Where the inputs of the batch stand in a call's output: dimension `dim` holds n·`inner` entries.
+    """The position of the batch in a call's output: dimension `dim` holds n·`inner` entries.
 
-    position_major: entry t·n + i in place of i·inner + t belongs to input i.
+    Entry i·inner + t belongs to input i; with `position_major`, entry t·n + i does.
     """
 
     dim: int
@@ -23,7 +23,7 @@ class BatchAxis:
     position_major: bool
 
     def in_front(self, tensor: Tensor, n: int) -> Tensor:
-        """(…, n·inner, …) → (n, …, inner, …), a view."""
+        """Return a view with the batch dimension first: (…, n·inner, …) → (n, …, inner, …)."""
         if self.position_major:
             return tensor.unflatten(self.dim, (-1, n)).movedim(self.dim + 1, 0)
         return tensor.unflatten(self.dim, (n, -1)).movedim(self.dim, 0)
@@ -31,7 +31,7 @@ class BatchAxis:
 
 @dataclass
 class Plan:
-    """What probing found out about one sequence of calls."""
+    """The result of probing one sequence of calls."""
 
     signature: Signature
     axes: list[BatchAxis | None]
@@ -44,20 +44,23 @@ class Plan:
     input_elements: int = 0  # per input
 
     def measure(self, calls: list[Call], n: int) -> None:
-        """Notes the memory need of an input of this batch."""
+        """Record the memory that one input of this batch needs."""
         self.gradient_elements = -(-sum(call.output_shape.numel() for call in calls) // n)
         self.input_elements = -(-sum(call.input_elements for call in calls) // n)
 
 
 def signature(calls: list[Call]) -> Signature:
+    """Return the signature of a forward pass."""
     return tuple((call.function, call.names) for call in calls)
 
 
 def described(calls: list[Call]) -> str:
+    """Return the calls as text, for messages."""
     return ", ".join(f"{call.function}({', '.join(call.names)})" for call in calls)
 
 
 def first_difference(calls: list[Call], others: list[Call]) -> str:
+    """Return where two sequences of calls first differ, as the subject of `depends_on_batch`."""
     for call, other in zip(calls, others, strict=False):
         if (call.function, call.names) != (other.function, other.names):
             return f"operations (first at {', '.join(call.names)})"
@@ -65,15 +68,16 @@ def first_difference(calls: list[Call], others: list[Call]) -> str:
 
 
 def depends_on_batch(what: str) -> str:
+    """Return the error message for a network whose outputs or operations (`what`) mix the inputs of a batch."""
     return (
-        f"The {what} of an input depend on the other inputs of its batch, so they have no Jacobian of their own. "
-        "Common reasons: batch statistics (a batch norm without running statistics), a layer that mixes inputs, or "
+        f"The {what} of an input depend on the other inputs of its batch, so there is no Jacobian per input. "
+        "Common causes are batch statistics (a batch norm without running statistics), a layer that mixes inputs, and "
         "randomness that eval mode does not switch off."
     )
 
 
 def batch_axis(three: Call, two: Call, tolerance: float) -> BatchAxis | None:
-    """The dimension in which the outputs for three and for two inputs differ, and how inputs are laid out in it."""
+    """Return the batch axis of a call, from its outputs for three and for two inputs; None if there is none."""
     a, b = three.output, two.output
     assert a is not None and b is not None
     if a.ndim != b.ndim:

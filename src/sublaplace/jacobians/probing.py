@@ -1,4 +1,4 @@
-"""Find out how a network treats a batch, and check every gradient against plain automatic differentiation."""
+"""Determine how a network handles a batch, and check every gradient against plain automatic differentiation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,22 @@ from sublaplace.jacobians.jacobian import Jacobian, non_finite_jacobian
 from sublaplace.jacobians.network import Network
 from sublaplace.jacobians.plan import Plan, batch_axis, depends_on_batch, first_difference, signature
 
-_PROBED_ROWS = 2  # of the Jacobian that a new sequence of calls is tried with
+_PROBED_ROWS = 2  # rows of the Jacobian that checks a new sequence of calls
 
 
 JacobianOf = Callable[[Plan, Capture, Any, Tensor, Tensor], Jacobian]
-"""How a plan's Jacobian is taken from a recorded pass: (plan, capture, inputs, outputs, cotangents)."""
+"""A function that computes a Jacobian from a recorded pass: (plan, capture, inputs, outputs, cotangents)."""
 
 
 def probed(network: Network, inputs: Any, jacobian_of: JacobianOf) -> Plan:
-    """Return the plan for inputs of this form, from three of them.
+    """Return the plan for inputs of this form, from the first three of them.
 
-    Forward passes with three and with two inputs show which dimension of each call's output holds the inputs. Then Jᵀu
-    for a random u is compared with an ordinary backward pass; a parameter that differs takes the general path.
+    Forward passes with three and with two inputs reveal the batch dimension of each call's output. Then Jᵀu for a
+    random u is compared with an ordinary backward pass. A parameter whose gradients differ takes the general path.
+
+    Raises:
+        ValueError: if the outputs of an input depend on the other inputs, or a gradient is not finite.
+        RuntimeError: if two ways of automatic differentiation disagree.
     """
     n = num_inputs(inputs)
     three = select(inputs, torch.arange(3, device=network.device) % n)
@@ -61,7 +65,7 @@ def _probing_pass(network: Network, inputs: Any, expand: frozenset[int] = frozen
 
 
 def _expand(network: Network, plan: Plan, unbatched: frozenset[int], three: Any, two: Any, outputs: Tensor) -> None:
-    """Give the calls that do not depend on the batch a batch dimension, if the outputs stay the same."""
+    """Add a batch dimension to the calls that do not depend on the batch, if the outputs stay the same."""
     tolerance = network.tolerance
     try:
         first, again = _probing_pass(network, three, unbatched)
@@ -75,9 +79,9 @@ def _expand(network: Network, plan: Plan, unbatched: frozenset[int], three: Any,
 
 
 def _verify(network: Network, plan: Plan, inputs: Any, jacobian_of: JacobianOf) -> None:
-    """Compare Jᵀu for a random u with automatic differentiation; what differs takes the general path.
+    """Compare Jᵀu for a random u with automatic differentiation; parameters that differ take the general path.
 
-    u is a sum of a few random rows, so that networks of many outputs need no more memory than others.
+    u is a sum of a few random rows, so that networks with many outputs need no more memory than others.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (3, min(plan.num_outputs, _PROBED_ROWS), plan.num_outputs)
@@ -107,14 +111,14 @@ def _verify(network: Network, plan: Plan, inputs: Any, jacobian_of: JacobianOf) 
                     f"The gradient of parameter '{name}' differs between two ways of automatic differentiation; "
                     "the network is not a function of its inputs and parameters alone."
                 )
-            missed[name] = "its gradient is not that of the calls that were seen"
+            missed[name] = "its gradient differs from the gradient of the recorded calls"
     if missed:
         plan.general |= missed
         plan.general_batched = _general_batched(network, plan, inputs, u, expected)
 
 
 def _general_batched(network: Network, plan: Plan, inputs: Any, u: Tensor, expected: dict[str, Tensor]) -> bool:
-    """Tell whether the vectorised general path works for this network and gives the right gradients."""
+    """Return whether the vectorised general path runs for this network and returns the right gradients."""
     chosen = {name: network.parameters[name] for name in plan.general}
     try:
         rows = general_rows(network.model, network.forward, chosen, inputs, u.unsqueeze(1), batched=True)

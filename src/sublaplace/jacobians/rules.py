@@ -1,7 +1,7 @@
-"""Rules: what a functional call with a parameter in it contributes to the Jacobian.
+"""Rules for the contribution of a functional call with a parameter to the Jacobian.
 
-A rule looks at a call's arguments and gives a `Use`, or None where the call has no structure that it knows. To teach
-the engine another operation, write one rule and enter it in `RULES`.
+A rule takes the arguments of a call and returns a `Use`, or None if it does not recognise the structure of the call. To
+support another operation, write a rule and add it to `RULES`.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from torch import Tensor
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, OuterUse, RowBlock
 
 Gradients = tuple[Tensor, ...]
-"""Gradients at a call's output, one (n, …) tensor for each of the K rows, the batch in front."""
+"""Gradients at a call's output: K tensors (n, …), one per row, with the batch dimension first."""
 
 BlockBuilder = Callable[[Tensor, Gradients], Block]
-"""From the call's input (n, …), the batch in front, and the gradients at its output to a parameter's block."""
+"""A function from a call's input (n, …) and the gradients at its output to the block of a parameter."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A call that is understood: its input, and how each parameter in it contributes."""
+    """A recognised call: its input, and how each of its parameters contributes to the Jacobian."""
 
     source: Tensor
     replaced: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]  # runs the call: (source, wrap parameters)
@@ -37,7 +37,7 @@ def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool 
 
 
 def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
-    """A bias is a map whose input is 1 at every position: gradients K times (n, 1, O, T)."""
+    """Return the block of a bias, a map whose input is 1 at every position; `gradients` are K tensors (n, 1, O, T)."""
     n, positions = len(source), gradients[0].shape[3] if gradients else 1
     ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
     use = OuterUse(ones.expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
@@ -45,7 +45,7 @@ def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
 
 
 def _positions(gradient: Tensor) -> Tensor:
-    """(n, …, O) → (n, 1, O, T)."""
+    """Flatten all positions into one dimension: (n, …, O) → (n, 1, O, T)."""
     return gradient.flatten(1, -2).transpose(-1, -2).unsqueeze(1)
 
 
@@ -65,14 +65,14 @@ def _linear_bias(bias: Tensor | None) -> BlockBuilder:
 
 
 def _stacked(gradients: Gradients, source: Tensor, width: int) -> Tensor:
-    """(n, K, …, width), also for K = 0."""
+    """Stack gradients to (n, K, …, width), also for K = 0."""
     if gradients:
         return torch.stack(gradients, dim=1)
     return torch.empty(len(source), 0, *source.shape[1:], width, device=source.device)
 
 
 def _rows(source: Tensor, rows: Gradients, size: int) -> RowBlock:
-    """K times (n, size) as a block."""
+    """Return the block of K tensors (n, size), also for K = 0."""
     return RowBlock(torch.stack(rows, dim=1) if rows else source.new_empty(len(source), 0, size))
 
 
@@ -106,9 +106,9 @@ def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
 
 
 def _patches(source: Tensor, kernel: torch.Size, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """What each position of a convolution sees: (n, channels, *spatial) → (n, channels, kernel points, positions).
+    """Return the patches of a convolution: (n, channels, *spatial) → (n, channels, kernel points, positions).
 
-    In memory the inputs stand beside the positions, so that sums over both are one matrix product.
+    In memory, inputs and positions are adjacent dimensions, so that sums over both are one matrix product.
     """
     d = len(kernel)
     stride, dilation = _per_dimension(stride, d), _per_dimension(dilation, d)
@@ -155,7 +155,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
             return None
 
         def grouped(gradient: Tensor, parts: int) -> Tensor:
-            """(n, M, O, *spatial) → (n, G, O/G, positions); M inputs of the call belong to one input x."""
+            """Reshape (n, M, O, *spatial) → (n, G, O/G, positions); M inputs of the call belong to one input x."""
             n, inner, outputs = gradient.shape[:3]
             if inner > 1:
                 gradient = gradient.flatten(3).transpose(1, 2)
@@ -163,7 +163,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
 
         @lru_cache(maxsize=1)
         def seen(x: Tensor) -> Tensor:
-            """(n, G, I, T), once for all rows."""
+            """Return the inputs a (n, G, I, T), computed once for all rows."""
             n, inner = x.shape[:2]
             a = _patches(x.flatten(0, 1), weight.shape[2:], stride, padding, dilation)
             a = a.unflatten(0, (n, inner)).permute(0, 2, 3, 1, 4).flatten(3)  # (n, channels, kernel, positions)
@@ -209,7 +209,10 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
 
 
 def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use | None]:
-    """Layer, RMS, group, instance and batch norm: y = γ x̂ + β, with x̂ the call without scale and shift."""
+    """Return the rule for a layer, RMS, group, instance or batch norm: y = γ x̂ + β.
+
+    x̂ is the result of the same call without scale and shift.
+    """
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         signature = _NORM_ARGUMENTS[function]
@@ -221,14 +224,14 @@ def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use 
         size = next((parameter.numel() for parameter in (weight, bias) if parameter is not None), 0)
 
         def reduce(g: Tensor) -> Tensor:
-            """(n, …) → (n, size): what is not a dimension of the parameter is summed."""
-            # Without `trailing` the channels follow the batch: (n, M, channels, *spatial).
+            """Sum (n, …) over all dimensions that the parameter does not have: (n, size)."""
+            # Unless `trailing`, the channels come after the batch: (n, M, channels, *spatial).
             dims = tuple(range(1, g.ndim - keep)) if trailing else (1, *range(3, g.ndim))
             return (g.sum(dims) if dims else g).flatten(1)
 
         @lru_cache(maxsize=1)
         def normalised(x: Tensor) -> Tensor:
-            """x̂, once for all rows."""
+            """Return x̂, computed once for all rows."""
             plain = {**values, "input": x.flatten(0, 1), "weight": None}
             if "bias" in signature:
                 plain["bias"] = None
@@ -263,7 +266,7 @@ _NORM_ARGUMENTS: dict[Callable[..., Tensor], tuple[str, ...]] = {
 def _elementwise(
     function: Callable[..., Tensor], coefficient: Callable[[int, Tensor], Tensor | float]
 ) -> Callable[..., Use | None]:
-    """Broadcast sums and products with a parameter: ∂y/∂θ is `coefficient(position of θ, other operand)`."""
+    """Return the rule for a broadcast sum or product, where ∂y/∂θ is `coefficient(position of θ, other operand)`."""
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
@@ -322,7 +325,7 @@ RULES: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Use | None]] = {
 def _bind(
     names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """The call's arguments by position, as its signature orders them."""
+    """Return the arguments of a call in the order of `names`, with defaults for missing ones."""
     given = dict(zip(names, args, strict=False)) | kwargs
     return [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
 

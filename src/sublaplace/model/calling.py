@@ -1,4 +1,4 @@
-"""How a model is called with a batch of inputs."""
+"""Call a model with a batch of inputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
-    """f(x) for a tensor, a tuple of arguments or a mapping of keywords; takes ``.logits`` of a result that has them."""
+    """Return f(x) for a tensor, a tuple of arguments or a mapping of keyword arguments.
+
+    If the result has the attribute ``logits``, as the outputs of Hugging Face models do, return that attribute.
+    """
     if isinstance(inputs, Mapping):
         result = model(**inputs)
     elif isinstance(inputs, tuple | list):

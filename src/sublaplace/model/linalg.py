@@ -1,33 +1,41 @@
-"""Small dense linear algebra, always in float64, and what is done with a few vectors of parameter space."""
+"""Small dense linear algebra, always in float64, and operations on a few vectors in parameter space."""
 
 import torch
 from torch import Tensor
 
 Vectors = dict[str, Tensor]
-"""A few vectors of parameter space: for every parameter a (count, size) matrix, one row a vector.
+"""A few vectors in parameter space: for every parameter a (count, size) matrix with one row per vector.
 
-Kept apart by parameter, so that each layer works on contiguous memory and nothing has to be copied together.
+Vectors are stored by parameter, so that each layer works on contiguous memory and nothing has to be concatenated.
 """
 
 
 def cholesky(matrix: Tensor, what: str) -> Tensor:
-    """The lower Cholesky factor of a positive definite float64 matrix, with an error that says what failed.
+    """Return the lower Cholesky factor of a positive definite float64 matrix.
 
     Cost: s³/3.
+
+    Args:
+        matrix: (s, s).
+        what: the subject of the error message, such as "The posterior precision".
+
+    Raises:
+        ValueError: if the matrix is not positive definite.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     if int(info):
         raise ValueError(
             f"{what} is not positive definite (leading minor {int(info)} of {len(matrix)}). "
-            "A larger prior precision or a float64 model helps."
+            "Use a larger prior precision or a float64 model."
         )
     return factor
 
 
 def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple[Tensor, Tensor]:
-    """The eigenvalues, descending, and eigenvectors of a positive semi-definite matrix: at most `count` of them.
+    """Return at most `count` leading eigenvalues, descending, and eigenvectors of a positive semi-definite matrix.
 
-    Only those above the numerical rank are given: eigenvalue > tolerance · largest eigenvalue. Cost: O(size³).
+    Only eigenvalues within the numerical rank are returned: eigenvalue > tolerance · largest eigenvalue.
+    Cost: O(size³).
     """
     values, vectors = torch.linalg.eigh(matrix)
     values, vectors = values.flip(0), vectors.flip(1)
@@ -37,7 +45,7 @@ def dominant_eigenvectors(matrix: Tensor, count: int, tolerance: float) -> tuple
 
 
 def symmetric_product(factor: Tensor) -> Tensor:
-    """F Fᵀ of factors (…, r, m): (…, r, r), without forming both triangles. Cost: about r²·m/2 where r is large."""
+    """Return F Fᵀ for factors F (…, r, m): (…, r, r). Only one triangle is computed. Cost: about r²·m/2 for large r."""
     size = factor.shape[-2]
     if size <= _SMALLEST_STRIP:
         return factor @ factor.mT
@@ -47,7 +55,7 @@ def symmetric_product(factor: Tensor) -> Tensor:
     return mirrored(result)
 
 
-_SMALLEST_STRIP = 96  # rows; narrower products run below the processor's rate
+_SMALLEST_STRIP = 96  # rows; narrower products do not reach the processor's peak rate
 
 
 def _strips(size: int) -> list[tuple[int, int]]:
@@ -56,7 +64,7 @@ def _strips(size: int) -> list[tuple[int, int]]:
 
 
 def mirrored(matrix: Tensor) -> Tensor:
-    """The lower triangle of matrices (…, r, r), copied to where the upper one belongs, in their own memory."""
+    """Copy the lower triangle of matrices (…, r, r) to the upper triangle, in place."""
     for start, stop in _strips(matrix.shape[-1]):
         square = matrix[..., start:stop, start:stop]
         square.copy_(square.tril() + square.tril(-1).mT)
@@ -65,15 +73,15 @@ def mirrored(matrix: Tensor) -> Tensor:
 
 
 def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
-    """V Vᵀ of vectors (r, p) held by parameter, or of L⁻¹V for a triangular factor L: (r, r) in float64.
+    """Return V Vᵀ for vectors V (r, p): (r, r) in float64. With a triangular factor L, use L⁻¹V in place of V.
 
-    Cost: p·r²/2, with a factor p·r².
+    Cost: p·r²/2, or p·r² with a factor.
     """
     count = len(next(iter(vectors.values())))
     total = torch.zeros(count, count, dtype=torch.float64)
     for part in vectors.values():
         total = total.to(part.device)
-        # Products of float32 parts are exact enough only when summed in float64: convert piece by piece.
+        # Sums of float32 products are accurate enough only in float64. Converting piece by piece saves memory.
         for piece in part.split(_columns_of_piece(count), dim=1):
             exact = piece.double()
             if factor is not None:
@@ -84,12 +92,12 @@ def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
 
 
 def _columns_of_piece(rows: int) -> int:
-    """How many columns to convert to float64 at a time: 16 MiB of them, and more where r × r matrices are large."""
+    """Return how many columns to convert to float64 at a time: 16 MiB, or more if r × r matrices are large."""
     return max(2**21 // rows, rows // 2, 1)
 
 
 def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
-    """V Wᵀ of vectors (r, p) and (q, p) held by parameter: (r, q) in float64. Cost: p·r·q."""
+    """Return V Wᵀ for vectors V (r, p) and W (q, p): (r, q) in float64. Cost: p·r·q."""
     total = torch.zeros((), dtype=torch.float64)
     for name, part in vectors.items():
         width = _columns_of_piece(len(part))
@@ -99,12 +107,13 @@ def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
 
 
 def orthonormalise(vectors: Vectors) -> Vectors:
-    """Makes the vectors (rows) orthonormal, in their own memory; every leading part spans what it spanned before.
+    """Orthonormalise the vectors (rows) in place; the span of the first k vectors stays the same for every k.
 
-    Cholesky QR, up to three times: L Lᵀ = V Vᵀ, V ← L⁻¹ V, where the first factorisation is shifted a little so that
-    it cannot break down. Vectors are scaled to length one first. It ends when they are orthonormal up to the rounding
-    of their type: mostly after one round in float32 and two in float64. Cost: 1.5·p·s² to 3·p·s² (of multiplications),
-    and no second p × s matrix.
+    The method is Cholesky QR, at most three rounds: L Lᵀ = V Vᵀ, V ← L⁻¹ V. The vectors are scaled to length one
+    first. A small shift of the first factorisation prevents its breakdown. The rounds end once the vectors are
+    orthonormal up to rounding, usually after one round in float32 and two in float64.
+
+    Cost: 1.5·p·s² to 3·p·s² multiplications; no second p × s matrix.
     """
     lengths = gram_diagonal(vectors).sqrt()
     scale = torch.where(lengths > 0, 1 / lengths, 1.0)
@@ -121,19 +130,19 @@ def orthonormalise(vectors: Vectors) -> Vectors:
         products.diagonal().add_(1 + shift)
         _solve(cholesky(products, "The Gram matrix of the projection"), vectors)
         if deviation < 0.01:
-            break  # a round makes what was well-conditioned orthonormal up to rounding
+            break  # one round orthonormalises well-conditioned vectors up to rounding
     return vectors
 
 
 def _solve(factor: Tensor, vectors: Vectors) -> None:
-    """V ← L⁻¹ V for a lower triangular L (r, r), in the memory of the vectors. Cost: p·r²/2."""
+    """Replace V by L⁻¹ V for a lower triangular L (r, r), in place. Cost: p·r²/2."""
     for part in vectors.values():
         for piece in part.split(_columns_of_piece(len(part)), dim=1):
             piece.copy_(torch.linalg.solve_triangular(factor, piece.double(), upper=False))
 
 
 def gram_diagonal(vectors: Vectors) -> Tensor:
-    """The squared lengths of vectors held by parameter: (r,) in float64."""
+    """Return the squared lengths of the vectors: (r,) in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for part in vectors.values():
         for piece in part.split(_columns_of_piece(len(part)), dim=1):
@@ -142,9 +151,9 @@ def gram_diagonal(vectors: Vectors) -> Tensor:
 
 
 def combine(matrix: Tensor, vectors: Vectors) -> Vectors:
-    """V ← matrix V for a matrix (q, r) with q ≤ r: in the memory of the vectors, whose first q rows are given.
+    """Replace V by matrix V for a matrix (q, r) with q ≤ r, in place, and return views of the first q rows.
 
-    Multiplied in float64, a few columns at a time. Cost: p·q·r.
+    Products are in float64, a few columns at a time. Cost: p·q·r.
     """
     count = len(matrix)
     for part in vectors.values():
@@ -157,10 +166,10 @@ _BEYOND_CACHES = 2**27  # bytes
 
 
 def add_product(into: Tensor, weights: Tensor, rows: Tensor) -> None:
-    """Adds W X to `into` (r, m), for weights W (r, q) and rows X (q, m). Cost: r·q·m.
+    """Add W X to `into` (r, m), for weights W (r, q) and rows X (q, m). Cost: r·q·m.
 
-    A plain product goes through all r rows at once. Where they are far larger than the caches, that is too many places
-    to read ahead of; then few of them are taken at a time, or few columns where q is large.
+    A plain product works on all r rows at once. If `into` is far larger than the caches, these are too many streams for
+    the hardware prefetcher. The product is then split into blocks of rows, or into blocks of columns for large q.
     """
     if into.nbytes <= _BEYOND_CACHES or into.device.type != "cpu":
         into.addmm_(weights, rows)
@@ -173,6 +182,6 @@ def add_product(into: Tensor, weights: Tensor, rows: Tensor) -> None:
 
 
 def diagonal_blocks(joint: Tensor, count: int) -> Tensor:
-    """Return the diagonal blocks of a covariance over all inputs together: (n, C, C) of (nC, nC)."""
+    """Return the diagonal blocks (n, C, C) of a joint covariance (nC, nC) over n = `count` inputs."""
     size = len(joint) // count
     return joint.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""The parameters that are Bayesian, and a trained model borrowed without leaving a trace."""
+"""The parameters that the posterior covers, and a context in which a trained model is borrowed unchanged."""
 
 import copy
 import warnings
@@ -23,34 +23,41 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ParameterLayout":
+        """Return the layout of a model.
+
+        Raises:
+            ValueError: if no parameter requires grad, if devices or dtypes differ, or if a parameter is not finite.
+        """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         if not named:
             raise ValueError(
-                "The model has no parameter that requires grad, so nothing can be uncertain. "
-                "Set requires_grad=True on the parameters that the Laplace approximation shall cover."
+                "The model has no parameter that requires grad, so the posterior would be empty. "
+                "Set requires_grad=True on the parameters that the Laplace approximation should cover."
             )
         devices = sorted({str(p.device) for _, p in named})
         if len(devices) > 1:
-            raise ValueError(f"The parameters lie on several devices ({', '.join(devices)}); move them to one.")
+            raise ValueError(f"The parameters are on several devices ({', '.join(devices)}); move them to one.")
         dtypes = sorted({str(p.dtype) for _, p in named})
         if len(dtypes) > 1:
             raise ValueError(f"The parameters have several dtypes ({', '.join(dtypes)}); convert them to one.")
         for name, p in model.named_parameters():
             if p.is_floating_point() and not torch.isfinite(p).all():
-                raise ValueError(f"Parameter '{name}' holds NaN or infinity; the network is not usable.")
+                raise ValueError(f"Parameter '{name}' holds NaN or infinity; the network cannot be used.")
         return cls(tuple(n for n, _ in named), tuple(p.shape for _, p in named))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
+        """The number of entries of each parameter."""
         return {name: prod(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
 
     @cached_property
     def num_parameters(self) -> int:
+        """The total number of entries, p."""
         return sum(self.sizes.values())
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter stands in the flat vector."""
+        """The slice of the flat vector that each parameter occupies."""
         result, start = {}, 0
         for name, size in self.sizes.items():
             result[name] = slice(start, start + size)
@@ -58,15 +65,16 @@ class ParameterLayout:
         return result
 
     def shape(self, name: str) -> torch.Size:
+        """Return the shape of a parameter."""
         return self.shapes[self.names.index(name)]
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The model's own parameter objects, tied ones once."""
+        """Return the model's own parameter objects by name; tied parameters appear once."""
         by_name = dict(model.named_parameters())
         return {name: by_name[name] for name in self.names}
 
     def flat(self, model: nn.Module) -> Tensor:
-        """θ̂ as one vector (p,)."""
+        """Return θ̂ as one vector (p,)."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters(model).values()])
 
     def squared_norm(self, model: nn.Module) -> float:
@@ -75,23 +83,31 @@ class ParameterLayout:
 
     @staticmethod
     def fingerprint(model: nn.Module) -> tuple[object, ...]:
-        """Numbers that tell whether parameters or buffers have changed, or changed places. Cost: reads them once."""
+        """Return numbers that change if the values or the order of parameters or buffers change.
+
+        Cost: one read of all parameters and buffers.
+        """
         tensors = [*model.named_parameters(), *model.named_buffers()]
         return tuple((name, t.dtype, tuple(t.shape), *_moments(t.detach().double().flatten())) for name, t in tensors)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """(count, size) matrices side by side: (count, p)."""
+        """Concatenate the (count, size) matrices of all parameters: (count, p)."""
         return torch.cat([vectors[name] for name in self.names], dim=1)
 
     def unflatten(self, matrix: Tensor) -> Vectors:
-        """The inverse of `flatten`; every part is contiguous."""
+        """Invert `flatten`; every part is contiguous."""
         return {name: matrix[:, part].contiguous() for name, part in self.slices.items()}
 
     def zeros(self, count: int, like: Tensor) -> Vectors:
+        """Return `count` zero vectors with the dtype and device of `like`."""
         return {name: like.new_zeros(count, size) for name, size in self.sizes.items()}
 
     def split_indices(self, indices: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each parameter that flat `indices` touch: (positions in `indices`, indices inside the parameter)."""
+        """Split indices into the flat vector by parameter.
+
+        Returns:
+            For each parameter with at least one index: (positions in `indices`, indices inside the parameter).
+        """
         result = {}
         for name, part in self.slices.items():
             where = torch.nonzero((indices >= part.start) & (indices < part.stop)).squeeze(1)
@@ -104,10 +120,10 @@ HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 
 
 def in_working_precision(model: nn.Module) -> nn.Module:
-    """The model itself, or a float32 copy of one whose parameters have half precision, with a word about it.
+    """Return the model, or a float32 copy and a warning if its parameters have half precision.
 
-    A Jacobian row is a sum of many products of activations and gradients: with 8 or 11 significant bits it would be
-    mostly rounding, and gradients below 6e-8 vanish in float16. Frozen parameters may have any precision.
+    A Jacobian row is a sum of many products of activations and gradients. With 8 or 11 significant bits the row would
+    be mostly rounding error, and in float16 gradients below 6e-8 vanish. Frozen parameters may have any precision.
     """
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     if not dtypes.intersection(HALF_PRECISIONS):
@@ -115,8 +131,8 @@ def in_working_precision(model: nn.Module) -> nn.Module:
     size = f"{4 * sum(p.numel() for p in model.parameters()) / 2**20:.1f} MiB"
     warnings.warn(
         f"The model has {', '.join(sorted(map(str, dtypes)))} parameters. Its outputs, Jacobians and curvature are "
-        f"computed on a float32 copy ({size}), the s × s algebra in float64, and predictions are float32; the model "
-        "itself stays as it is.",
+        f"computed on a float32 copy ({size}), and the s × s algebra is in float64. Predictions are float32. The model "
+        "itself is not changed.",
         stacklevel=4,
     )
     return copy.deepcopy(model).float()
@@ -124,10 +140,10 @@ def in_working_precision(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode with no parameter requiring grad; afterwards everything is as it was.
+    """Put the model into eval mode with no parameter requiring grad, and restore it afterwards.
 
-    Restored on any exit, Ctrl-C included: each module's mode, each parameter's requires_grad flag, and each buffer
-    that a forward pass changed.
+    Any exit, including Ctrl-C, restores each module's mode, each parameter's requires_grad flag, and each buffer that a
+    forward pass changed.
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
@@ -152,6 +168,6 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 
 def _moments(values: Tensor) -> tuple[float, float, float]:
-    """Sums that change with any of the values, and with their order."""
+    """Return sums that depend on all values and on their order."""
     places = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
     return float(values.sum()), float(values @ values), float(values @ places)

@@ -32,13 +32,16 @@ class ComplementedPosterior:
 
     inside: SubspacePosterior
     outside: BlockPrecision
-    mixed: Vectors  # B: (s, size) a parameter
+    mixed: Vectors  # B: (s, size) per parameter
     outside_in_subspace: Tensor  # QᵀKQ, with the likelihood's scale: (s, s)
     kind: ClassVar[str] = "complement"
 
     @classmethod
     def of(cls, inside: SubspacePosterior, outside: BlockPrecision, product: Vectors) -> "ComplementedPosterior":
-        """From Y = GGN Q with the likelihood's scales, which is overwritten. Cost: rotations, s·p·(I + O) a layer."""
+        """Make it from Y = GGN Q with the likelihood's scales, whose memory it takes.
+
+        Cost: rotations, s·p·(I + O) per layer.
+        """
         projection, prior = inside.projection, inside.prior_precision
         curvature = torch.zeros_like(inside.gram)
         for name, part in outside.parts.items():
@@ -71,10 +74,15 @@ class ComplementedPosterior:
         return self._remixed(self.inside.with_prior(prior_precision), 1.0)
 
     def with_scales(self, scales: tuple[float, ...]) -> "ComplementedPosterior":
-        return self._remixed(self.inside.with_scales(scales), single(scales) / single(self.inside.scales))
+        """Return the posterior under another scale of the likelihood (σ⁻²), which must be a single one."""
+        return self.scaled(single(scales) / single(self.inside.scales))
+
+    def scaled(self, factor: float) -> "ComplementedPosterior":
+        """Return the posterior with all curvature times a factor, λ as it is."""
+        return self._remixed(self.inside.scaled(factor), factor)
 
     def _remixed(self, inside: SubspacePosterior, factor: float) -> "ComplementedPosterior":
-        """Under another λ, and curvatures times a factor: Y is got back from B. Cost: rotations of Q."""
+        """Return it under another λ, with curvatures times a factor; Y is recovered from B. Cost: rotations of Q."""
         old, new = self.prior_precision, inside.prior_precision
         eps = torch.finfo(next(iter(self.mixed.values())).dtype).eps
         if old * eps > 1e-3 * new:
@@ -93,7 +101,7 @@ class ComplementedPosterior:
         return ComplementedPosterior(inside, outside, mixed, factor * self.outside_in_subspace)
 
     def reweighted(self, weight: float) -> "ComplementedPosterior":
-        """With another weight of the curvature outside; inside all stays as it is. Cost: p·s."""
+        """Return it with another weight of the curvature outside; inside nothing changes. Cost: p·s."""
         prior, outside = self.prior_precision, self.outside.reweighted(weight)
         mixed = {}
         for name, part in self.outside.parts.items():
@@ -106,8 +114,23 @@ class ComplementedPosterior:
             outside_in_subspace=self.outside_in_subspace * (weight / self.outside.weight),
         )
 
+    def product(self) -> Vectors:
+        """Return Y = GGN Q with the likelihood's scales, in memory of its own: (s, size) per parameter."""
+        prior, result = self.prior_precision, {}
+        for name, part in self.outside.parts.items():
+            whole = part.unwhiten(self.mixed[name] * (part.eigenvalues() + prior), prior)  # ΛQ
+            result[name] = whole.sub_(self.projection.part(name), alpha=prior)
+        return result
+
+    def product_and_basis(self, name: str, unit: float) -> Tensor:
+        """Return Y / unit and Q of one parameter below each other, as rows in Ψ_K's eigenbasis: (2s, size)."""
+        part, prior = self.outside.parts[name], self.prior_precision
+        Q = part.rotate(self.projection.part(name))
+        Y = (self.mixed[name] * (part.eigenvalues() + prior).sqrt()).sub_(Q, alpha=prior).div_(unit)
+        return torch.cat([Y, Q])
+
     def truncated(self, dim: int) -> "ComplementedPosterior":
-        """Exact in the leading `dim` dimensions, KFAC in all others."""
+        """Return the posterior that is exact in the leading `dim` dimensions and KFAC in all others."""
         return replace(
             self,
             inside=self.inside.truncated(dim),
@@ -144,7 +167,7 @@ class ComplementedPosterior:
         return cls(inside, outside, mixed, tensors["outside_in_subspace"])
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
-        """Q L⁻ᵀ ε + (I − Π) z with z ~ N(0, Ψ_K), where (ΛQ)ᵀ z comes from B."""
+        """Return Q L⁻ᵀ ε + (I − Π) z with z ~ N(0, Ψ_K), where (ΛQ)ᵀ z comes from B."""
         s, layout = self.dim, self.outside.layout
         drawn = noise(s + layout.num_parameters)
         outer, measured = [], self.inside.gram.new_zeros(len(drawn), s)
@@ -157,7 +180,7 @@ class ComplementedPosterior:
         return torch.cat(outer, dim=1) + self.projection.lift(coordinates.to(outer[0]))
 
     def _outside_rows(self, name: str, jacobian: Jacobian, solved: Tensor) -> Tensor:
-        """J_c Ψ_K^½ as far as it belongs to one parameter: (n, K, size)."""
+        """Return the columns of J_c Ψ_K^½ that belong to one parameter: (n, K, size)."""
         B = self.mixed[name]
         correction = solved.to(B) @ B
         block = jacobian.blocks.get(name)
@@ -166,7 +189,7 @@ class ComplementedPosterior:
         return self.outside.parts[name].whiten(block, self.prior_precision) - correction
 
     def _inside_rows(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-        """J Q L⁻ᵀ and J Q A⁻¹, with L Lᵀ = A: (n, K, s) in float64."""
+        """Return J Q L⁻ᵀ and J Q A⁻¹, with L Lᵀ = A: (n, K, s) in float64."""
         whitened = self.inside.whitened(jacobian)
         flat = whitened.flatten(0, 1).T
         return whitened, torch.linalg.solve_triangular(self.inside.factor.T, flat, upper=True).T.view_as(whitened)
@@ -189,7 +212,7 @@ class ComplementedPosterior:
         return result
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        """Σ̃ for each input: (n, K, K)."""
+        """Return Σ̃ for each input: (n, K, K)."""
         whitened, solved = self._inside_rows(jacobian)
         result = (whitened @ whitened.transpose(1, 2)).to(jacobian.outputs.dtype)
         for name in self.mixed:
@@ -198,7 +221,7 @@ class ComplementedPosterior:
         return jacobian.require_finite(result)
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        """The diagonal of `covariance`: (n, K)."""
+        """Return the diagonal of `covariance`: (n, K)."""
         whitened, solved = self._inside_rows(jacobian)
         result = whitened.square().sum(2).to(jacobian.outputs.dtype)
         for name in self.mixed:
@@ -206,7 +229,7 @@ class ComplementedPosterior:
         return jacobian.require_finite(result)
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        """Σ̃ over all inputs together: (nK, nK); one pass over them for each group of parameters whose rows fit."""
+        """Return Σ̃ over all inputs together, (nK, nK), by one pass for each group of parameters whose rows fit."""
         total = self.inside.joint_covariance(jacobians)
         for group in grouped_by_memory(self.outside.layout, jacobians):
             parts: dict[str, list[Tensor]] = {name: [] for name in group}

@@ -1,5 +1,6 @@
 r"""The evidence of the Laplace approximation, and the prior precision and noise that maximise it."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,10 @@ class Evidence:
         return self.log_likelihood(noise) - 0.5 * prior * self.squared_norm + self.occam(prior, scales)
 
     def best_prior(self, noise_std: Noise, low: float = 1e-8, high: float = 1e10) -> float:
-        """The λ that maximises the evidence at a given σ: a grid, then golden sections around its best point."""
+        """Return the λ that maximises the evidence at a given σ, by a grid and golden sections around its best point.
+
+        Warns if it lies at an end of the search.
+        """
         noise = torch.tensor(noise_std, dtype=torch.float64)
 
         def value(log_prior: float) -> float:
@@ -46,11 +50,14 @@ class Evidence:
         grid = torch.linspace(start, stop, 73, dtype=torch.float64).tolist()
         values = [value(point) for point in grid]
         best = values.index(max(values))
+        if best in (0, len(grid) - 1):
+            message = f"The λ of the largest evidence lies at an end of its search, {(low, high)[best > 0]:g}."
+            warnings.warn(message, stacklevel=4)
         left, right = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
         return float(torch.tensor(golden_section(value, left, right), dtype=torch.float64).exp())
 
     def best_prior_and_noise(self, noise_std: Noise, rounds: int = 100) -> tuple[float, Noise]:
-        """λ and σ (one, or one for each output) that maximise the evidence together: each in turn, until none moves."""
+        """Return the λ and σ, one or one per output, that maximise the evidence: each in turn, until none moves."""
         prior = self.best_prior(noise_std)
         if self.fixed_scales is not None:
             return prior, noise_std
@@ -76,7 +83,7 @@ def _noise_like(noise_std: Noise, stds: list[float]) -> Noise:
 
 
 def golden_section(function: Callable[[float], float], left: float, right: float, width: float = 1e-10) -> float:
-    """Where a function with one maximum in [left, right] has it."""
+    """Return where a function with one maximum in [left, right] has it."""
     ratio = (5**0.5 - 1) / 2
     inner, outer = right - ratio * (right - left), left + ratio * (right - left)
     low, high = function(inner), function(outer)

@@ -43,6 +43,9 @@ class Posterior(Protocol):
     def with_scales(self, scales: tuple[float, ...]) -> "Posterior":
         """Return the posterior under other scales of the likelihood's curvature (σ⁻²)."""
 
+    def scaled(self, factor: float) -> "Posterior":
+        """Return the posterior with all curvature times a factor, λ as it is."""
+
     def truncated(self, dim: int) -> "Posterior":
         """Return the posterior that is exact in the leading `dim` dimensions of its subspace."""
 

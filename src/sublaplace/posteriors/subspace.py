@@ -34,7 +34,7 @@ class SubspacePosterior:
 
     @property
     def dim(self) -> int:
-        """s."""
+        """The dimension s."""
         return len(self.gram)
 
     @property
@@ -46,6 +46,11 @@ class SubspacePosterior:
     def outside(self) -> None:
         """Nothing is left outside."""
         return None
+
+    @property
+    def unit(self) -> float:
+        """The likelihood's scale, if it has a single one; 1 otherwise."""
+        return self.scales[0] if len(self.scales) == 1 else 1.0
 
     @cached_property
     def curvature(self) -> Tensor:
@@ -63,8 +68,12 @@ class SubspacePosterior:
     def with_scales(self, scales: tuple[float, ...]) -> "SubspacePosterior":
         return replace(self, scales=scales)
 
+    def scaled(self, factor: float) -> "SubspacePosterior":
+        """Return the posterior with all curvature times a factor, λ as it is."""
+        return self.with_scales(tuple(scale * factor for scale in self.scales))
+
     def truncated(self, dim: int) -> "SubspacePosterior":
-        """The posterior in the leading `dim` dimensions."""
+        """Return the posterior in the leading `dim` dimensions."""
         return replace(
             self,
             projection=self.projection.leading(dim),
@@ -102,31 +111,34 @@ class SubspacePosterior:
         return self.projection.lift(self.coordinates(noise(self.dim)))
 
     def coordinates(self, noise: Tensor) -> Tensor:
-        """μ = L⁻ᵀ ε for ε (k, s)."""
+        """Return μ = L⁻ᵀ ε for ε (k, s)."""
         return torch.linalg.solve_triangular(self.factor.T, noise.double().T, upper=True).T
 
     def whitened(self, jacobian: Jacobian) -> Tensor:
-        """Wᵀ = J P L⁻ᵀ: (n, K, s) in float64; its leading part belongs to the leading dimensions. Cost: n·K·s²."""
+        """Return Wᵀ = J P L⁻ᵀ, (n, K, s) in float64; its leading part belongs to the leading dimensions.
+
+        Cost: n·K·s².
+        """
         rows = self.projection.apply(jacobian)
         n, K, s = rows.shape
         solved = torch.linalg.solve_triangular(self.factor, rows.reshape(n * K, s).double().T, upper=False)
         return solved.T.reshape(n, K, s)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        """Σ_P for each input: (n, K, K)."""
+        """Return Σ_P for each input: (n, K, K)."""
         W = self.whitened(jacobian)
         return (W @ W.transpose(1, 2)).to(jacobian.outputs.dtype)
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        """The diagonal of `covariance`: (n, K)."""
+        """Return the diagonal of `covariance`: (n, K)."""
         return self.whitened(jacobian).square().sum(2).to(jacobian.outputs.dtype)
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        """Σ_P over all inputs together: (nK, nK)."""
+        """Return Σ_P over all inputs together: (nK, nK)."""
         return symmetric_product(torch.cat([self.whitened(jacobian).flatten(0, 1) for jacobian in jacobians]))
 
     def traces(self, jacobian: Jacobian) -> Tensor:
-        """Tr Σ_{P_s} for every leading s: (s,)."""
+        """Return Tr Σ_{P_s} for every leading s: (s,)."""
         return self.whitened(jacobian).square().sum((0, 1)).cumsum(0)
 
 

@@ -1,0 +1,1 @@
+"""Projectors: the choice of the subspace."""

@@ -1,4 +1,4 @@
-"""What a projector may use."""
+"""The context that a projector gets."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from sublaplace.jacobians.linearization import Linearization
 
 @dataclass(frozen=True)
 class ProjectorContext:
-    """The network, the training data and the inputs X′, with everything that has been decided before P is built.
+    """The network, the training data, the inputs X′ and all settings that precede P.
 
-    A projector is a function from this context to a `Projection` of dimension `dim`.
+    A projector is a function from this context to a `Projection` with at most `dim` dimensions.
     """
 
     curvatures: Curvatures  # of the training data
@@ -24,7 +24,7 @@ class ProjectorContext:
 
     @property
     def stream(self) -> CurvatureStream:
-        """The training data; one pass at a time."""
+        """The training data, as passes over the rows of the GGN's root."""
         return self.curvatures.stream
 
     @property
@@ -34,12 +34,12 @@ class ProjectorContext:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """The number of training inputs, N."""
         return self.curvatures.num_data
 
     @property
     def num_outputs(self) -> int:
-        """C."""
+        """The number of outputs, C."""
         return self.curvatures.num_outputs
 
     def kfac(self) -> BlockPrecision:
@@ -51,9 +51,13 @@ class ProjectorContext:
         return self.curvatures.diagonal(self.prior_precision)
 
     def exact(self) -> Exact:
-        """Return the exact Λ, where it fits into memory."""
+        """Return the exact Λ.
+
+        Raises:
+            MemoryError: if it does not fit into memory.
+        """
         return self.curvatures.exact(self.prior_precision)
 
     def exact_fits(self) -> bool:
-        """Tell whether there is memory for `exact`."""
+        """Return whether `exact` fits into memory."""
         return self.curvatures.exact_fits(self.prior_precision)

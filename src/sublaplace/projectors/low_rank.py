@@ -1,4 +1,4 @@
-"""The paper's projector: the subspace that carries most of the predictive covariance of given inputs."""
+"""The paper's projector: the subspace that captures most of the predictive covariance of given inputs."""
 
 import warnings
 
@@ -13,22 +13,32 @@ from sublaplace.projectors.subspace_iteration import dominant_directions
 from sublaplace.runtime.memory import require
 
 DENSE_ROWS = 6000
-"""Outputs (n·C) of X′ up to which their covariance is formed and decomposed."""
+"""Largest number of outputs (n·C) of X′ whose covariance is formed and decomposed."""
 
 
 def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
-    r"""P = Ψ Jᵀ U_s with U_s the s dominant eigenvectors of M = J Ψ Jᵀ, over the inputs X′ (Theorem 1, Algorithm 1).
+    """Return P = Ψ Jᵀ U_s, where U_s holds the s dominant eigenvectors of M = J Ψ Jᵀ over the inputs X′.
 
-    With the exact Ψ = Λ⁻¹ and X′ the inputs to be predicted, no other subspace of this dimension comes closer to
-    the full covariance; with KFAC or a diagonal in place of Λ and training inputs it is the paper's practical
-    choice. Columns are scaled by the inverse root of their eigenvalue (which makes them orthonormal under Λ) and
-    then orthonormalised; every leading span is kept.
+    This is Theorem 1 and Algorithm 1 of the paper. If Ψ = Λ⁻¹ is exact and X′ are the test inputs, no other subspace of
+    this dimension comes closer to the full covariance. With training inputs, and KFAC or a diagonal in place of Λ, it
+    is the paper's practical choice.
 
-    Where the rows B = J Ψ^½ fit into the memory budget they are kept, and P = Ψ^½ Bᵀ U_s needs no second pass. Beyond
-    6,000 outputs (and four times the dimension) M is not formed at all, see `dominant_directions`.
+    Columns are scaled by the inverse root of their eigenvalue, which makes them orthonormal under Λ, and then
+    orthonormalised. The span of the first k columns stays the same for every k. If the rows B = J Ψ^½ fit into the
+    memory budget, P = Ψ^½ Bᵀ U_s needs no second pass. M is not formed if X′ has more than 6,000 outputs and more than
+    4·s (see `dominant_directions`).
 
-    Cost: one pass over X′ (two or more if B does not fit) with C backward passes an input, (nC)²·p/2 for M, (nC)³ for
-    its eigenvectors, nC·p·s for P; memory (nC)² + p·s, and nC·p if that fits.
+    Cost: one pass over X′ (two or more if B does not fit) with C backward passes per input, (nC)²·p/2 for M, O((nC)³)
+    for its eigenvectors, and nC·p·s for P; memory (nC)² + p·s, and nC·p if it fits.
+
+    Args:
+        jacobians: J of X′.
+        precision: Λ or an approximation of it.
+        dim: s; fewer columns and a warning if the numerical rank of M is smaller.
+
+    Raises:
+        ValueError: if the Jacobian is zero.
+        MemoryError: if M does not fit into memory.
     """
     num_rows = jacobians.num_rows
     tolerance = rank_tolerance(num_rows, jacobians.dtype)
@@ -40,9 +50,14 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
 
 
 def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:
-    """P = Ψ Jᵀ U_s for a Ψ that only multiplies vectors, found from the P of an approximation of it.
+    """Return P = Ψ Jᵀ U_s for a Ψ that is only available through products with vectors.
 
-    Cost: for each of two or three rounds, a pass over X′ and Ψ of s vectors.
+    Cost: two or three rounds, each with one pass over X′ and the product of Ψ with s vectors.
+
+    Args:
+        jacobians: J of X′.
+        precision: Ψ⁻¹.
+        start: the P of an approximation of Ψ, from which the search starts.
     """
     tolerance = rank_tolerance(jacobians.num_rows, jacobians.dtype)
     values, vectors = dominant_directions(jacobians, precision, start.dim, tolerance, 1e-2, start.vectors)
@@ -50,7 +65,11 @@ def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:
 
 
 def basis_of(jacobians: Jacobians, vectors: Vectors, rank: int, dim: int) -> Basis:
-    """P with the span of `rank` vectors, orthonormal, in their memory; a warning if they are fewer than asked for."""
+    """Return the basis with the span of `rank` vectors, orthonormalised in place; warn if `rank` is below `dim`.
+
+    Raises:
+        ValueError: if `rank` is zero.
+    """
     if not rank:
         raise ValueError(
             "The network's outputs for subspace_inputs do not depend on its parameters: their Jacobian is zero."
@@ -65,7 +84,7 @@ def basis_of(jacobians: Jacobians, vectors: Vectors, rank: int, dim: int) -> Bas
 
 
 def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, tolerance: float) -> tuple[Tensor, Vectors]:
-    """μ and z as in `dominant_directions`, from M itself."""
+    """Return the same as `dominant_directions`, from the eigenvectors of M."""
     require(
         3 * 8 * jacobians.num_rows**2,
         jacobians.device,
@@ -79,7 +98,7 @@ def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, toleran
         return values, {}
     weights = (U / values.sqrt()).to(jacobians.dtype)
     if rows is not None:
-        assert isinstance(precision, BlockPrecision)  # the others form no rows
+        assert isinstance(precision, BlockPrecision)  # `whitened` is None for all others
         vectors = jacobians.linearization.zero_vectors(weights.shape[1])
         for name, part in vectors.items():
             torch.mm(weights.T, rows.pop(name), out=part)
@@ -88,21 +107,21 @@ def _by_covariance(jacobians: Jacobians, precision: Precision, dim: int, toleran
 
 
 def transpose_products(jacobians: Jacobians, weights: Tensor) -> Vectors:
-    """Jᵀ U for U (nC, r), by a pass over the Jacobians."""
+    """Return Jᵀ U for U (nC, r), in one pass over the Jacobians."""
     vectors = jacobians.linearization.zero_vectors(weights.shape[1])
     start = 0
     for jacobian in jacobians:
         n, K = jacobian.num_inputs, jacobian.num_rows
         jacobian.add_transpose_matmul(weights[start : start + n * K].view(n, K, -1), vectors)
         start += n * K
-        del jacobian  # or it would stand in memory beside the next one
+        del jacobian  # frees its memory before the next one is computed
     return vectors
 
 
 def rank_tolerance(size: int, dtype: torch.dtype) -> float:
-    """The ratio to the largest eigenvalue of M = B Bᵀ below which an eigenvalue is rounding.
+    """Return the ratio to the largest eigenvalue of M = B Bᵀ below which an eigenvalue is rounding error.
 
-    M is formed in float64; the entries of B carry the rounding of the model's dtype, relative to its largest singular
-    value, which is the root of M's largest eigenvalue.
+    M is formed in float64. The entries of B carry the rounding errors of the model's dtype, relative to the largest
+    singular value of B. Its square is the largest eigenvalue of M.
     """
     return size * max(torch.finfo(torch.float64).eps, 10 * torch.finfo(dtype).eps ** 2)

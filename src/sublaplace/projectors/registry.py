@@ -1,4 +1,4 @@
-"""The projectors by name: the one place where a new one is entered."""
+"""The registry of projectors by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def _isotropic(context: ProjectorContext) -> Projection:
 
 
 def _exact(context: ProjectorContext) -> Projection:
-    """With the exact Λ as a matrix; where that does not fit, by solutions with it, from the subspace of KFAC."""
+    """Use the exact Λ as a matrix if it fits; otherwise refine KFAC's subspace by solving linear systems with Λ."""
     if context.exact_fits():
         return low_rank(context.subspace_jacobians, context.exact(), context.dim)
     matrix_free = MatrixFreePrecision(context.stream, context.kfac(), tolerance=1e-3)
@@ -78,16 +78,16 @@ Builder = Callable[[ProjectorContext], Projection]
 
 @dataclass(frozen=True)
 class Projector:
-    """How P is chosen, and what that takes; `projector` makes one from a function.
+    """A function that builds P, with its name and requirements; the decorator `projector` creates one.
 
     Args:
-        name: identifies it in files, checkpoints and summaries; None: an anonymous function.
-        build: from a context to a `Projection` of at most `context.dim` dimensions.
-        needs_inputs: P is built from the inputs X′.
-        stores_matrix: P is p × s numbers, not a choice of single parameters.
-        needs_exact: it asks for the exact GGN.
-        own_dim: it has a dimension of its own and does not take `dim`.
-        reduces: whether there is a P at all; "full" has none.
+        name: identifies the projector in files, checkpoints and summaries; None: an anonymous function.
+        build: a function from a context to a `Projection` with at most `context.dim` dimensions.
+        needs_inputs: whether P depends on the inputs X′.
+        stores_matrix: whether P is a p × s matrix rather than a subset of single parameters.
+        needs_exact: whether it uses the exact GGN.
+        own_dim: whether it determines its own dimension and ignores `dim`.
+        reduces: whether there is a P; "full" has none.
     """
 
     name: str | None
@@ -99,16 +99,17 @@ class Projector:
     reduces: bool = True
 
     def __call__(self, context: ProjectorContext) -> Projection:
+        """Return the projection for a context."""
         return self.build(context)
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name to display."""
         return self.name or str(getattr(self.build, "__name__", "custom"))
 
 
 PROJECTORS: dict[str, Projector] = {}
-"""By name; `projector` enters new ones."""
+"""All projectors by name; the decorator `projector` adds new ones."""
 
 
 def projector(
@@ -119,28 +120,37 @@ def projector(
     needs_exact: bool = False,
     own_dim: bool = False,
 ) -> Callable[[Builder], Projector]:
-    """Make a projector of a function from a `ProjectorContext` to a `Projection`, and enter it under its name.
+    """Register a function from a `ProjectorContext` to a `Projection` as a projector.
 
     Args:
-        name: what ``SubspaceLaplace(projector=name)`` and saved files call it.
-        needs_inputs: P is built from the inputs X′, which are drawn only then.
-        stores_matrix: P is p × s numbers (a `Basis`); False for a choice of single parameters (a `Subset`).
-        needs_exact: it asks for the exact GGN.
-        own_dim: it has a dimension of its own and does not take `dim`.
+        name: the name in ``SubspaceLaplace(projector=name)`` and in saved files.
+        needs_inputs: whether P depends on the inputs X′, which are drawn only in this case.
+        stores_matrix: whether P is a p × s matrix (a `Basis`) rather than a subset of single parameters (a `Subset`).
+        needs_exact: whether it uses the exact GGN.
+        own_dim: whether it determines its own dimension and ignores `dim`.
+
+    Returns:
+        A decorator that turns the function into a `Projector`.
 
     Raises:
-        ValueError: if the name is taken by another function.
+        ValueError: if another function has the same name.
     """
 
     def entered(build: Builder) -> Projector:
         made = Projector(name, build, needs_inputs, stores_matrix, needs_exact, own_dim)
-        known = PROJECTORS.get(name)
-        if known is not None and known.build.__qualname__ != build.__qualname__:
+        known = FULL if name == FULL.name else PROJECTORS.get(name)
+        if known is not None and not _same_function(known.build, build):
             raise ValueError(f"There is a projector '{name}' already; choose another name.")
         PROJECTORS[name] = made
         return made
 
     return entered
+
+
+def _same_function(one: Builder, other: Builder) -> bool:
+    """Return whether two functions are the same or, as after running a notebook cell again, have the same name."""
+    names = [(getattr(f, "__module__", None), getattr(f, "__qualname__", "<lambda>")) for f in (one, other)]
+    return one is other or (names[0] == names[1] and not names[0][1].endswith("<lambda>"))
 
 
 for _entry in (
@@ -158,15 +168,15 @@ for _entry in (
     PROJECTORS[_entry.name] = _entry
 
 FULL = Projector("full", _no_reduction, needs_inputs=False, stores_matrix=False, own_dim=True, reduces=False)
-"""All parameters, without a reduction."""
+"""The posterior over all parameters, without a projection."""
 
 
 def restored_projector(name: str | None) -> Projector | None:
-    """Return the projector of a saved posterior; one that is not known here is good for all but another fit."""
+    """Return the projector of a saved posterior; an unknown projector supports everything except another fit."""
     if name is None or name == FULL.name:
         return None if name is None else FULL
     return PROJECTORS.get(name) or Projector(name, _unknown)
 
 
 def _unknown(context: ProjectorContext) -> Projection:
-    raise RuntimeError("This posterior was loaded, and its projector is not defined here: give one to fit again.")
+    raise RuntimeError("This posterior was loaded, and its projector is not defined here: pass one to fit again.")

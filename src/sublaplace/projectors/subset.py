@@ -1,4 +1,4 @@
-"""Projectors that choose single parameters."""
+"""Projectors that select single parameters."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from sublaplace.projection import Subset
 
 
 def largest(linearization: Linearization, scores: Tensor, dim: int) -> Subset:
-    """The `dim` parameters with the largest scores (p,), ties by lowest index. Cost: p log p."""
+    """Select the `dim` parameters with the largest scores (p,); ties go to the lowest index. Cost: O(p log p)."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return Subset(linearization.layout, order[:dim], linearization.dtype)
 
 
 def diagonal_variances(precision: BlockPrecision) -> Tensor:
-    """The posterior variances of the diagonal Laplace approximation, (p,); largest for dead parameters."""
+    """Return the posterior variances of the diagonal Laplace approximation, (p,); largest for inactive parameters."""
     variances = []
     for part in precision.parts.values():
         assert isinstance(part, DiagonalPart)
@@ -25,7 +25,11 @@ def diagonal_variances(precision: BlockPrecision) -> Tensor:
 
 
 def last_layer(linearization: Linearization, num_outputs: int) -> Subset:
-    """All parameters of the network's last linear layer, in their order."""
+    """Select all parameters of the network's last linear layer, in order.
+
+    Raises:
+        ValueError: if the network does not end in a linear layer whose parameters require grad.
+    """
     names = linearization.last_linear()
     layout = linearization.layout
     if not names or num_outputs not in layout.shape(names[0]):

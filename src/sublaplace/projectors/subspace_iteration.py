@@ -1,4 +1,4 @@
-"""The dominant directions of a predictive covariance over any number of inputs, without that covariance."""
+"""The dominant directions of a predictive covariance over any number of inputs, without forming the covariance."""
 
 from collections.abc import Callable, Iterable
 
@@ -21,17 +21,26 @@ def dominant_directions(
     tolerance: float = 1e-4,
     start: Vectors | None = None,
 ) -> tuple[Tensor, Vectors]:
-    r"""The s largest eigenvalues μ of M = J Λ⁻¹ Jᵀ, descending, and the directions z = Λ⁻¹Jᵀu/√μ of its eigenvectors.
+    """Return the s largest eigenvalues μ of M = J Λ⁻¹ Jᵀ, descending, and z = Λ⁻¹Jᵀu/√μ for its eigenvectors u.
 
-    M u = μ u is the same as JᵀJ z = μ Λ z, a problem in parameter space, whose size does not depend on the
-    number of inputs. A block Z of a few more vectors than asked for is multiplied by Λ⁻¹JᵀJ again and again, and
-    after every pass over the inputs the best combinations of its vectors are taken (Rayleigh–Ritz, with ZᵀΛZ from
-    Z = Λ⁻¹W at no cost). It ends when the sum of the s leading μ, the captured trace, grows by less than `tolerance`
-    of itself; eigenvalues below `rank_tolerance` of the largest are rounding and are not given. The search begins at
-    random, or from `start`, directions of an approximation of Λ, and is as wide as these.
+    M u = μ u is equivalent to JᵀJ z = μ Λ z, a problem in parameter space, whose size does not depend on the number of
+    inputs. Subspace iteration repeatedly multiplies a block Z of r vectors, a few more than s, by Λ⁻¹JᵀJ. After every
+    pass over the inputs, a Rayleigh–Ritz step takes the best combinations of the vectors; ZᵀΛZ follows from Z = Λ⁻¹W.
+    The iteration ends when the sum of the s leading μ, the captured trace, grows by less than `tolerance` of itself.
 
-    Cost: for each pass (5 to 15 usually) C backward passes and 2·C·p·r multiplications an input, and Λ⁻¹ of r vectors,
-    with r about 1.2·s; memory 2·p·r, nothing that grows with the inputs.
+    Cost: usually 5 to 15 passes, each with C backward passes and 2·C·p·r multiplications per input, and Λ⁻¹ times r
+    vectors, where r is about 1.2·s; memory 2·p·r, independent of the number of inputs.
+
+    Args:
+        jacobians: J.
+        precision: Λ.
+        dim: s.
+        rank_tolerance: eigenvalues below this share of the largest eigenvalue are rounding errors and are dropped.
+        tolerance: the relative growth of the captured trace at which the iteration ends.
+        start: r initial directions, for example from an approximation of Λ; None: random ones.
+
+    Raises:
+        MemoryError: if the vectors do not fit into memory.
     """
     layout, total_rows = jacobians.linearization.layout, jacobians.num_rows
     r = min(dim + max(10, dim // 5), total_rows, layout.num_parameters)
@@ -82,14 +91,14 @@ def dominant_directions(
 
 
 def _add_products(jacobians: Iterable[Jacobian], weights: Callable[[Jacobian], Tensor], into: Vectors) -> None:
-    """Adds Jᵀ U, with U (n, K, r) from the Jacobian of every chunk."""
+    """Add Jᵀ U to `into`, where `weights` returns U (n, K, r) for the Jacobian of each chunk."""
     for jacobian in jacobians:
         jacobian.add_transpose_matmul(weights(jacobian), into)
-        del jacobian  # or it would stand in memory beside the next one
+        del jacobian  # frees its memory before the next one is computed
 
 
 def _ritz(projected: Tensor, metric: Tensor, rank_tolerance: float) -> tuple[Tensor, Tensor]:
-    """μ, descending, and C with Cᵀ metric C = I and Cᵀ projected C = diag(μ), as far as they are above rounding."""
+    """Return μ, descending, and C with Cᵀ metric C = I and Cᵀ projected C = diag(μ), above rounding level."""
     length = metric.diagonal().clamp_min(torch.finfo(metric.dtype).tiny).rsqrt()
     values, vectors = torch.linalg.eigh(_symmetric(metric * length * length[:, None]))
     kept = values > rank_tolerance * values[-1].clamp_min(0)

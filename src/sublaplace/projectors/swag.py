@@ -1,4 +1,4 @@
-"""Variances of parameters along a stochastic gradient trajectory (SWAG), as scores for a subset."""
+"""Variances of parameters along an SGD trajectory (SWAG), as scores for a subset."""
 
 import copy
 from collections.abc import Iterable
@@ -25,12 +25,25 @@ def swag_variances(
     progress: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> Tensor:
-    """The variance of every parameter over `snapshots` epochs of SGD from θ̂, (p,) in float64 (Maddox et al. 2019).
+    """Return the variance of every parameter over some epochs of SGD from θ̂, (p,) in float64 (Maddox et al., 2019).
 
-    SGD with momentum .9 and weight decay 3e-4 on the usual training loss, one snapshot an epoch. Runs on a copy of
-    the model in eval mode (batch norm and dropout stay as they are at θ̂): the user's model is not touched. With a
-    checkpoint it goes on after the last whole epoch. Cost: `snapshots` epochs of training; memory: a copy of the model
-    and 3p numbers.
+    SGD has momentum 0.9 and weight decay 3e-4 and minimises the usual training loss, with one snapshot per epoch. It
+    trains a copy of the model in eval mode, so that batch norm and dropout behave as at θ̂, and the user's model is
+    unchanged.
+
+    Cost: `snapshots` epochs of training; memory: a copy of the model and 3p numbers.
+
+    Args:
+        linearization: the network at θ̂.
+        loader: the training data.
+        likelihood: defines the training loss.
+        snapshots: the number of epochs.
+        learning_rate: of SGD.
+        progress: whether to show a progress bar.
+        checkpoint: where every epoch is stored; an interrupted run resumes after the last complete epoch.
+
+    Raises:
+        ValueError: if SGD diverges.
     """
     model = copy.deepcopy(linearization.model).eval()
     layout: ParameterLayout = linearization.layout
@@ -63,7 +76,7 @@ def swag_variances(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        # Moments of the distance from the start: small numbers, so their difference keeps its digits.
+        # Moments of the distance from the start are small numbers, which limits cancellation in their difference.
         moved = layout.flat(model).double() - start
         first += moved / snapshots
         second += moved.square() / snapshots

@@ -1,0 +1,1 @@
+"""Memory, files, checkpoints and process groups."""

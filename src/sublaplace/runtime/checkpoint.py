@@ -1,8 +1,8 @@
-"""A fit on disk while it runs, so that a killed one goes on where it was.
+"""Checkpoints on disk, from which an interrupted fit resumes.
 
-A checkpoint is a folder: `about.json` says what fit it belongs to, and each stage of the fit has a file of its own with
-a checksum, written atomically. What is put aside are plain sums over the batches read so far, so going on from them
-adds the same numbers in the same order: on a CPU the result is that of an undisturbed fit, bit for bit.
+A checkpoint is a folder. Its file `about.json` identifies the fit. Every stage of the fit has a file with a checksum,
+written atomically. The stages hold plain sums over the batches read so far, so a resumed fit adds the same numbers in
+the same order. On a CPU, a resumed fit and an uninterrupted fit agree bit for bit.
 """
 
 import hashlib
@@ -24,21 +24,32 @@ from sublaplace.runtime import files as checked_file
 from sublaplace.runtime.files import SavedFileError
 
 SECONDS_BETWEEN_WRITES = 10.0
-_WRITING_SHARE = 0.05  # of the time at most
+_WRITING_SHARE = 0.05  # largest fraction of the time spent on writing
 
 
 class Sums(Protocol):
-    """What one pass over the data adds up."""
+    """Sums accumulated in one pass over the data."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums so far, unnormalised."""
+        """Return the sums so far, unnormalised."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Goes on from sums that `tensors` gave."""
+        """Resume from the sums that `tensors` returned."""
 
 
 class Checkpoint:
-    """The folder of one fit, described by `identity`: begun anew where there is none, refused if it is another's."""
+    """The checkpoint folder of one fit.
+
+    The folder is created if it does not exist.
+
+    Args:
+        folder: where the checkpoint is.
+        identity: what the fit depends on, as values that JSON can hold.
+        device: where `read` puts tensors.
+
+    Raises:
+        SavedFileError: if the folder holds another fit's checkpoint, a damaged checkpoint or other files.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], identity: dict[str, Any], device: torch.device) -> None:
         self.folder = Path(folder)
@@ -63,7 +74,7 @@ class Checkpoint:
         try:
             found: dict[str, Any] = json.loads(about.read_text())
         except ValueError as error:
-            raise SavedFileError(f"{about} is damaged. Delete the folder and fit anew.") from error
+            raise SavedFileError(f"{about} is damaged. Delete the folder and fit again.") from error
         for key in sorted(identity.keys() | found.keys()):
             if key != "memory_budget" and identity.get(key) != found.get(key):
                 then, now = (str(values.get(key))[:60] for values in (found, identity))
@@ -75,23 +86,24 @@ class Checkpoint:
         return found
 
     def read(self, stage: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was written for a stage; None if nothing was."""
+        """Return the tensors and numbers written for a stage, or None if there are none."""
         path = self._path(stage)
         return checked_file.read(path, self._device) if path.exists() else None
 
     def write(self, stage: str, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Write the tensors and numbers of a stage, atomically."""
         start = time.monotonic()
         checked_file.write(self._path(stage), tensors, numbers)
         self._last_write = time.monotonic()
         self._seconds_of_write = self._last_write - start
 
     def due(self) -> bool:
-        """Whether it is time to write: not too often, and never more than a twentieth of the time."""
+        """Return whether it is time to write, so that writing takes at most a twentieth of the time."""
         pause = max(SECONDS_BETWEEN_WRITES, self._seconds_of_write / _WRITING_SHARE)
         return time.monotonic() - self._last_write >= pause
 
     def remove(self) -> None:
-        """The fit is done."""
+        """Delete the folder, after a completed fit."""
         shutil.rmtree(self.folder)
 
     def _path(self, stage: str) -> Path:
@@ -99,12 +111,13 @@ class Checkpoint:
 
 
 class Fingerprint:
-    """A running digest of data, to tell whether the same batches come in the same order."""
+    """A running digest of data, which shows whether a loader repeats the same batches in the same order."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add(self, data: Any) -> None:
+        """Add a tensor or any nesting of tensors to the digest."""
         for leaf in tree_flatten(data)[0]:
             if isinstance(leaf, Tensor):
                 self._digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
@@ -113,18 +126,19 @@ class Fingerprint:
                 self._digest.update(repr(leaf).encode())
 
     def text(self) -> str:
+        """Return the digest in hexadecimal."""
         return self._digest.hexdigest()
 
 
 def fingerprint_of(data: Any) -> str:
-    """The digest of one nesting of tensors."""
+    """Return the digest of one nesting of tensors."""
     digest = Fingerprint()
     digest.add(data)
     return digest.text()
 
 
 def fingerprint(loader: Iterable[Any]) -> str:
-    """The digest of all batches. Cost: reads the data once."""
+    """Return the digest of all batches. Cost: one read of the data."""
     digest = Fingerprint()
     for batch in batches(loader):
         digest.add(tuple(batch))
@@ -132,7 +146,7 @@ def fingerprint(loader: Iterable[Any]) -> str:
 
 
 def require_fixed_order(loader: Iterable[Any]) -> None:
-    """Refuses a loader that shuffles, as far as one can tell before reading it all."""
+    """Raise ValueError if a loader shuffles, judging by its sampler and its first batch."""
     shuffled = shuffles(loader)
     if not shuffled:
         first, again = (next(batches(loader), ()) for _ in range(2))
@@ -142,7 +156,8 @@ def require_fixed_order(loader: Iterable[Any]) -> None:
 
 
 def other_order(evidence: str) -> str:
+    """Return the error message for a loader whose order changes, with `evidence` as one of its sentences."""
     return (
-        f"A checkpoint needs a loader that gives the same batches in the same order every time. {evidence} A fit that "
-        "goes on in the middle would see some inputs twice and others never: use shuffle=False, or no checkpoint."
+        f"A checkpoint needs a loader that gives the same batches in the same order every time. {evidence} A resumed "
+        "fit would see some inputs twice and others never. Use shuffle=False, or no checkpoint."
     )

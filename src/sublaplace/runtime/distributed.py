@@ -1,13 +1,14 @@
-"""A fit on several processes (torchrun): each reads every k-th batch, and sums over the data are added up over all.
+"""Distributed fits (torchrun): each of k processes reads every k-th batch, and sums over the data are all-reduced.
 
-Every process is given the same loader and ends with the same posterior, which is that of a single process up to the
-rounding of sums in another order. What does not grow with the data (X′, P, all s × s algebra) is the same on each.
+Every process gets the same loader and ends with the same posterior. It equals the posterior of a single process up to
+the rounding of sums in another order. Computations that do not grow with the data (X′, P, all s × s algebra) are
+replicated on every process.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,33 +18,27 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sublaplace.data.batches import num_inputs, split_batch
 from sublaplace.data.loaders import Chained, Renamed, as_given, shuffles
+from sublaplace.runtime.checkpoint import Sums
 
 Value = TypeVar("Value")
 
 
-class Addable(Protocol):
-    """Sums over data that can be put together from those of parts."""
-
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def restore(self, tensors: dict[str, Tensor]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the group; a single one where there is no group."""
+    """The rank of this process and the size of its process group; rank 0 of 1 without a group."""
 
     rank: int
     size: int
 
     @classmethod
     def current(cls) -> "Ranks":
+        """Return the ranks of the default process group."""
         if group.is_available() and group.is_initialized():
             return cls(group.get_rank(), group.get_world_size())
         return cls(0, 1)
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all ranks, in their order, on each of them."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         gathered: list[Value | None] = [None] * self.size
@@ -51,8 +46,8 @@ class Ranks:
             group.all_gather_object(gathered, value)
         return gathered  # type: ignore[return-value]
 
-    def add_up(self, sums: Addable) -> None:
-        """Makes the sums of every rank those over all ranks. Communication: their size, twice."""
+    def add_up(self, sums: Sums) -> None:
+        """Replace the sums on every rank by their total over all ranks. Communication: twice the size of the sums."""
         if self.size == 1:
             return
         own = sums.tensors()
@@ -62,7 +57,7 @@ class Ranks:
         device = self._device(own)
         total = {}
         for name, (shape, dtype) in sorted(forms.items()):
-            # A rank whose inputs did not use some parameter has no sum for it.
+            # A rank has no sum for a parameter that none of its inputs used.
             tensor = own[name].contiguous() if name in own else torch.zeros(shape, dtype=dtype, device=device)
             with self._together():
                 group.all_reduce(tensor)
@@ -70,11 +65,11 @@ class Ranks:
         sums.restore(total)
 
     def joined_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks below each other."""
+        """Return the rows of all ranks, concatenated in rank order."""
         return rows if self.size == 1 else torch.cat([part.to(rows) for part in self.gather(rows.cpu())])
 
     def same(self, tensors: Iterable[Tensor]) -> None:
-        """Makes tensors of every rank those of the first, in place."""
+        """Overwrite the tensors of every rank with the tensors of rank 0."""
         if self.size > 1:
             for tensor in tensors:
                 with self._together():
@@ -90,14 +85,16 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {self.rank} of {self.size} cannot go on: another rank has stopped or does not answer. The cause "
-                "is in the output of the rank that stopped first; start all of them again."
+                f"Rank {self.rank} of {self.size} cannot go on: another rank has stopped or does not respond. The "
+                "output of the rank that stopped first shows the cause; restart all ranks."
             ) from error
 
 
 class Share:
-    """The batches of a loader that belong to one rank: every k-th of k ranks. Others are not read where the loader
-    allows it (a DataLoader of a data set with indices)."""
+    """The batches of a loader that belong to one rank: every k-th batch, for k ranks.
+
+    The batches of other ranks are not read if the loader is a DataLoader with a batch sampler.
+    """
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
         self.loader, self.ranks = loader, ranks
@@ -106,11 +103,15 @@ class Share:
         return (batch for _, batch in self.placed())
 
     def placed(self) -> Iterator[tuple[int, Any]]:
-        """The batches with the number of inputs that come before them in the whole loader."""
+        """Yield each batch of this rank with the number of inputs before it in the whole loader.
+
+        Raises:
+            RuntimeError: if the process group has ended.
+        """
         if Ranks.current() != self.ranks:
             raise RuntimeError(
-                "These data are shared out over a process group that has ended. What reads the training data again "
-                "(bounds, captured, full_covariance) must be called by all ranks before it ends."
+                "These data are shared out over a process group that has ended. Methods that read the training data "
+                "again (bounds, captured, full_covariance) must be called by all ranks before the group ends."
             )
         position = 0
         data = as_given(self.loader)
@@ -129,10 +130,10 @@ class Share:
 
 
 class OwnShare(Share):
-    """A loader that holds one rank's own share of the data; the shares follow each other in the order of the ranks."""
+    """A loader that already holds only the data of one rank; the shares follow each other in rank order."""
 
     def placed(self) -> Iterator[tuple[int, Any]]:
-        """Yield the batches with the number of inputs that come before them in the shares of all ranks."""
+        """Yield each batch with the number of inputs before it in the shares of all ranks."""
         counts = self.ranks.gather(sum(num_inputs(split_batch(batch).inputs) for batch in self.loader))
         position = sum(counts[: self.ranks.rank])
         for batch in self.loader:
@@ -144,7 +145,7 @@ class OwnShare(Share):
 
 
 class _EveryNth(Sampler[list[int]]):
-    """The batches of indices of one rank."""
+    """A sampler of one rank's batches of indices."""
 
     def __init__(self, batches: Iterable[list[int]], ranks: Ranks) -> None:
         self._batches, self._ranks = batches, ranks
@@ -168,9 +169,14 @@ def _with_batches(loader: "DataLoader[Any]", batches: Sampler[list[int]]) -> "Da
 
 
 def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
-    """Return the share of this rank; the loader itself where there is a single process.
+    """Return the share of this rank, or the loader itself in a single process.
 
-    sharded: the loader holds this rank's own share already.
+    Args:
+        loader: the batches of the whole data set, the same on every rank.
+        sharded: whether the loader already holds only the data of this rank.
+
+    Raises:
+        ValueError: if the loader shuffles or has a DistributedSampler, or if `sharded` is set in a single process.
     """
     ranks = Ranks.current()
     if ranks.size == 1:
@@ -183,26 +189,26 @@ def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
     sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "The loader has a DistributedSampler, which repeats inputs to give every rank equally many. Give all ranks "
-            "the same loader without it: its batches are shared out here."
+            "The loader has a DistributedSampler, which repeats inputs to give every rank equally many. Pass the same "
+            "loader without a DistributedSampler on all ranks: fit shares out its batches."
         )
     if shuffles(loader):
         raise ValueError(
-            "The loader shuffles, so the ranks of a process group would not agree on which of them reads what. Use "
-            "shuffle=False."
+            "The loader shuffles, so the ranks of a process group would not agree on which rank reads which batch. "
+            "Use shuffle=False."
         )
     return Share(loader, ranks)
 
 
 def ranks_of(loader: Iterable[Any]) -> Ranks:
-    """The ranks over which a loader is shared out."""
+    """Return the ranks over which a loader is shared out."""
     if isinstance(loader, Chained):
         return ranks_of(loader.loaders[0])
     return loader.ranks if isinstance(loader, Share) else Ranks(0, 1)
 
 
 def placed(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """All batches of a share or a loader, with the number of inputs that come before them."""
+    """Yield each batch of a share or a loader with the number of inputs before it."""
     if isinstance(loader, Share):
         yield from loader.placed()
         return
@@ -213,5 +219,5 @@ def placed(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def unshared(loader: Iterable[Any]) -> Iterable[Any]:
-    """The whole loader, for what every rank does alike."""
+    """Return the whole loader, for work that every rank replicates."""
     return loader.loader if isinstance(loader, Share) else loader

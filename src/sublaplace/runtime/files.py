@@ -1,7 +1,7 @@
-"""Tensors and numbers in one file that is complete, unaltered and ours, or refused: safetensors with a checksum.
+"""Safetensors files with a checksum: a file that is incomplete, altered or foreign is refused.
 
-Reading never executes code. The checksum stands in the file's own header: it is the SHA-256 of the file with zeros in
-its place.
+Reading never executes code. The header holds the checksum, which is the SHA-256 of the file with zeros in place of the
+checksum itself.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ _PIECE = 2**22
 
 
 class SavedFileError(ValueError):
-    """A saved posterior that cannot be used, with the reason."""
+    """An error that says why a saved posterior or checkpoint cannot be used."""
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
-    """Writes tensors and a description, atomically: the file is complete or not there."""
+    """Write tensors and a description atomically: the file is either complete or absent."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     metadata = {"checksum": _EMPTY, "sublaplace": json.dumps({"schema": SCHEMA, **description})}
@@ -44,7 +44,11 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], description:
 
 
 def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the description of an unaltered file."""
+    """Return the tensors and the description of an unaltered file.
+
+    Raises:
+        SavedFileError: if the file is missing, altered, incomplete, foreign or of another schema.
+    """
     source = Path(path)
     if not source.is_file():
         raise SavedFileError(f"There is no file at {source}.")
@@ -57,9 +61,9 @@ def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, 
     try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             description = json.loads(file.metadata()["sublaplace"])
-            # Copies begin where torch wants tensors to begin in memory; the order of sums, and with it the last digit,
-            # may depend on that.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            # A copy has the memory alignment that torch gives to new tensors. The order of sums, and with it the last
+            # digit, may depend on the alignment.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise SavedFileError(f"{source} is not a posterior saved by sublaplace: {error}.") from error
     if description.get("schema") != SCHEMA:
@@ -70,7 +74,7 @@ def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, 
 
 
 def _checksum_place(path: Path) -> int:
-    """Where in the file the checksum stands."""
+    """Return the offset of the checksum in the file."""
     with open(path, "rb") as file:
         head = file.read(_PIECE)
     start = head.find(_MARK)

@@ -1,4 +1,4 @@
-"""How much memory there is, and a clear word before too much is asked for."""
+"""Query free memory; fail before an allocation that cannot fit."""
 
 import os
 import shutil
@@ -10,12 +10,12 @@ import torch
 
 try:
     import resource
-except ImportError:  # there is none on Windows
+except ImportError:  # Windows does not have it
     resource = None  # type: ignore[assignment]
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None where the system does not tell."""
+    """Return the free memory of the device in bytes, or None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -34,15 +34,16 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def default_budget(device: torch.device) -> int:
-    """A quarter of what is free, or 1 GiB where the system does not tell."""
+    """Return a quarter of the free memory, or 1 GiB if the system does not report it."""
     free = available_bytes(device)
     return 2**30 if free is None else free // 4
 
 
 def on_disk(size: int, dtype: torch.dtype, folder: str | os.PathLike[str]) -> torch.Tensor:
-    """A vector of zeros in a file of `folder` that has no name any more: it is gone when the vector is.
+    """Return a vector of zeros that is mapped to a file in `folder`.
 
-    The system keeps as much of it in memory as there is room for.
+    The file is already unlinked, so it is deleted together with the vector. The operating system caches as much of the
+    file as fits into memory.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="sublaplace-") as file:
         file.truncate(size * dtype.itemsize)
@@ -50,27 +51,41 @@ def on_disk(size: int, dtype: torch.dtype, folder: str | os.PathLike[str]) -> to
 
 
 def require_disk(needed: int, folder: str | os.PathLike[str], what: str, remedy: str) -> None:
-    """Raises MemoryError if `needed` bytes are not free in the file system of `folder`."""
+    """Raise MemoryError if `needed` bytes are not free in the file system of `folder`.
+
+    Args:
+        needed: the number of bytes.
+        folder: any folder of the file system.
+        what: the subject of the message, such as "The basis".
+        remedy: a sentence that tells the user what to do.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise MemoryError(f"{what} needs {readable(needed)}, but {readable(free)} are free in {folder}. {remedy}")
 
 
 def fits(needed: int, device: torch.device) -> bool:
-    """Whether `needed` bytes are there, as far as the system tells."""
+    """Return whether `needed` bytes are free; True if the system does not report it."""
     free = available_bytes(device)
     return free is None or needed <= free
 
 
 def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    """Raises MemoryError, before anything is allocated, if `needed` bytes are not there."""
+    """Raise MemoryError if `needed` bytes are not free on the device, before anything is allocated.
+
+    Args:
+        needed: the number of bytes.
+        device: where the allocation will be.
+        what: the subject of the message, such as "The exact GGN".
+        remedy: a sentence that tells the user what to do.
+    """
     free = available_bytes(device)
     if free is not None and needed > free:
         raise MemoryError(f"{what} needs {readable(needed)}, but {readable(free)} are free on {device}. {remedy}")
 
 
 def grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names, in order, in groups whose sizes together are within the limit; one that is not has its own."""
+    """Split names, in order, into groups of total size at most `limit`; a larger item is a group by itself."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -83,7 +98,7 @@ def grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def readable(count: float) -> str:
-    """Bytes with a unit: 1.5 GiB."""
+    """Format a number of bytes with its unit, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -92,7 +107,7 @@ def readable(count: float) -> str:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that this process (or its part of the device) has held so far; None where the system does not tell."""
+    """Return the peak memory of this process on the device so far, or None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if device.type != "cpu" or resource is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.model.likelihoods.links import Covariance, Interval, standard_normal, symmetric_root
+from sublaplace.runtime.files import SavedFileError
 
 Noise = float | tuple[float, ...]
 """σ of regression: one number, or one for each output."""
@@ -61,12 +62,14 @@ class Likelihood(ABC):
         return None
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
-        """Return ln p(y|x, D) for every input, for f ~ N(outputs, covariance (n, C, C)): (n,), in float64.
+        """Return ln p(y|x, D) for every input, for f ~ N(outputs, covariance): (n,), in float64.
 
-        The default averages the density over draws of f that are the same in every call.
+        covariance: matrices (n, C, C), or variances (n, C) of independent outputs. The default averages the density
+        over draws of f that are the same in every call.
         """
         generator = torch.Generator().manual_seed(0)
-        root = symmetric_root(covariance.double())
+        matrices = covariance.diag_embed() if covariance.ndim == 2 else covariance
+        root = symmetric_root(matrices.double())
         mean = outputs.double()
         draws = [
             self.log_density(mean + (root @ standard_normal(mean, generator).unsqueeze(2)).squeeze(2), targets)
@@ -94,6 +97,10 @@ class Likelihood(ABC):
         """Return the ends of the probabilities over all variances (n, C) between two; None where there are none."""
         return None
 
+    def as_classes(self, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities (m, classes) and labels (m,), as scores of classes need them."""
+        return probabilities, targets
+
     def plain_probabilities(self, outputs: Tensor) -> Tensor | None:
         """Return the probabilities (n, C) of the network alone; None where the likelihood has none."""
         return None
@@ -115,9 +122,19 @@ class Likelihood(ABC):
         return (1.0,)
 
     @property
+    def single_scale(self) -> float:
+        """The scale, if there is a single one; 1 otherwise, where the rows of R are multiplied with their scales."""
+        return self.curvature_scales[0] if len(self.curvature_scales) == 1 else 1.0
+
+    @property
     def noise_variances(self) -> tuple[float, ...]:
         """The variance of predictions beside the outputs' own, one for all or one per output; σ² of regression."""
         return (1.0,)
+
+    @property
+    def needs_variances_only(self) -> bool:
+        """Whether predictive densities depend on the outputs' variances alone, not on their covariance."""
+        return False
 
     @property
     def drops_directions(self) -> bool:
@@ -165,12 +182,18 @@ def likelihood_from(numbers: dict[str, Any]) -> Likelihood:
     """Return the likelihood of `Likelihood.numbers`.
 
     Raises:
-        KeyError: if no likelihood of that name has been defined (its module was not imported).
+        SavedFileError: if no likelihood of that name has been defined.
     """
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items() if key != "name"
     }
-    return LIKELIHOODS[numbers["name"]](**values)
+    name = numbers["name"]
+    if name not in LIKELIHOODS:
+        raise SavedFileError(
+            f"The posterior was saved with a likelihood named '{name}', which is not defined here: import the module "
+            "that defines it before loading."
+        )
+    return LIKELIHOODS[name](**values)
 
 
 def _spread(numbers: tuple[float, ...], outputs: Tensor) -> Tensor:

@@ -36,6 +36,10 @@ class Bernoulli(Likelihood):
     def noise_variances(self) -> tuple[float, ...]:
         return (PROBIT_VARIANCE,)
 
+    @property
+    def needs_variances_only(self) -> bool:
+        return True
+
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
         # φ(1 − φ) from the two sigmoids keeps its digits for confident outputs, where 1 − φ does not.
@@ -86,6 +90,11 @@ class Bernoulli(Likelihood):
 
     def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
         return sigmoid_interval(outputs, lower, upper)
+
+    def as_classes(self, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every output as a choice between no and yes."""
+        yes = probabilities.reshape(-1)
+        return torch.stack([1 - yes, yes], dim=1), targets.reshape(-1).long()
 
     def plain_probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()

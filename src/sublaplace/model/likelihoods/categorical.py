@@ -35,6 +35,10 @@ class Categorical(Likelihood):
     def noise_variances(self) -> tuple[float, ...]:
         return (PROBIT_VARIANCE,)
 
+    @property
+    def needs_variances_only(self) -> bool:
+        return True
+
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √e_k times the k-th eigenvector of H, descending; beyond C = 64 the columns of diag √φ − φ√φᵀ.
 

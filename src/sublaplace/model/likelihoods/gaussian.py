@@ -101,6 +101,10 @@ class Gaussian(Likelihood):
         return -0.5 * (squares / variances + (2 * pi * variances).log()).sum(1)
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        if covariance.ndim == 2:
+            variances = covariance.double() + self.variances(outputs)
+            squares = (outputs.double() - targets.double()).square()
+            return -0.5 * (squares / variances + (2 * pi * variances).log()).sum(1)
         total = covariance.double() + self.variances(outputs).diag()
         return MultivariateNormal(outputs.double(), total, validate_args=False).log_prob(targets.double())
 

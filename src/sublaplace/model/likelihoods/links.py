@@ -139,5 +139,6 @@ def laplace_bridge(outputs: Tensor, covariance: Tensor) -> Tensor:
 
 
 def probit_logits(outputs: Tensor, covariance: Tensor) -> Tensor:
-    """Return the scaled logits for covariances (n, C, C), in float64: (n, C)."""
-    return scaled(outputs.double(), covariance.double().diagonal(dim1=1, dim2=2))
+    """Return the scaled logits for covariances (n, C, C), or variances (n, C), in float64: (n, C)."""
+    variance = covariance if covariance.ndim == 2 else covariance.diagonal(dim1=1, dim2=2)
+    return scaled(outputs.double(), variance.double())

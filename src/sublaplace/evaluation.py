@@ -1,0 +1,131 @@
+"""The plain network beside the posterior, on data that neither has seen."""
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sublaplace import metrics
+
+LEVELS = tuple(k / 20 for k in range(1, 20))
+"""Of the intervals whose coverage a picture shows."""
+
+_SHOWN = {
+    "nll": "NLL",
+    "accuracy": "accuracy",
+    "rmse": "RMSE",
+    "ece": "ECE",
+    "brier": "Brier",
+    "crps": "CRPS",
+    "coverage": "90 % interval",
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one predictor scores.
+
+    Args:
+        scores: "nll", then "accuracy", "ece" and "brier", or "rmse", "crps" and "coverage" of the 90 % interval.
+        log_densities: ln p(y|x) of every input: (n,).
+        curve: for classification the mean confidence and the accuracy per bin; for regression the level of intervals
+            and their coverage.
+    """
+
+    scores: dict[str, float]
+    log_densities: Tensor = field(repr=False)
+    curve: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of the plain network and of the posterior; `print` shows them as a table, `plot` as a picture."""
+
+    plain: Judged
+    posterior: Judged
+    num_inputs: int
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """By how much the posterior's NLL is smaller than the plain network's, and the standard error of that."""
+        difference = self.posterior.log_densities - self.plain.log_densities
+        spread = float(difference.std(correction=1)) if len(difference) > 1 else float("nan")
+        return float(difference.mean()), spread / sqrt(len(difference))
+
+    def __str__(self) -> str:
+        names = list(self.plain.scores)
+        rows = [["", *(_SHOWN[name] for name in names)]]
+        for title, judged in (("plain network", self.plain), ("posterior", self.posterior)):
+            rows.append([title, *(_readable(name, judged.scores[name]) for name in names)])
+        widths = [max(len(row[k]) for row in rows) for k in range(len(names) + 1)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if k == 0 else cell.rjust(width)
+                for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        gain, error = self.gain
+        verdict = "better" if gain > 2 * error else "worse" if gain < -2 * error else "no clear difference"
+        lines.append(f"NLL {-gain:+.4f} ± {error:.4f} on {self.num_inputs:,} inputs: {verdict}")
+        return "\n".join(lines)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw reliability (classification) or coverage (regression) of both, and return the axes.
+
+        Args:
+            axes: matplotlib axes to draw into; None: new ones.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("Pictures need matplotlib: pip install 'sublaplace[plot]'.") from error
+        if axes is None:
+            _, axes = plt.subplots(figsize=(4.5, 4.2), layout="constrained")
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
+        for title, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
+            if judged.curve is not None:
+                axes.plot(*(part.tolist() for part in judged.curve), "o-", color=color, markersize=3, label=title)
+        classes = "accuracy" in self.plain.scores
+        axes.set_xlabel("confidence" if classes else "level of the interval")
+        axes.set_ylabel("accuracy" if classes else "share of targets inside")
+        axes.legend()
+        return axes
+
+
+def _readable(name: str, value: float) -> str:
+    return f"{value:.1%}" if name in ("accuracy", "coverage") else f"{value:.4f}"
+
+
+def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
+    """Score probabilities (n, C) of classes."""
+    bins = metrics.reliability_bins(probabilities, targets)
+    filled = bins.count > 0
+    scores = {
+        "nll": -float(log_densities.mean()),
+        "accuracy": metrics.accuracy(probabilities, targets),
+        "ece": metrics.ece(probabilities, targets),
+        "brier": metrics.brier(probabilities, targets),
+    }
+    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]))
+
+
+def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
+    """Score Gaussian predictions with these means and variances, noise included: (n, C)."""
+    distances = ((targets - mean).abs() / variance.sqrt()).double()
+    inside = [
+        float((distances <= sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))).double().mean())
+        for level in LEVELS
+    ]
+    scores = {
+        "nll": -float(log_densities.mean()),
+        "rmse": metrics.rmse(mean, targets),
+        "crps": metrics.crps(mean, variance, targets),
+        "coverage": inside[LEVELS.index(0.9)],
+    }
+    return Judged(scores, log_densities, (torch.tensor(LEVELS), torch.tensor(inside)))

@@ -1,0 +1,58 @@
+"""One pass over held-out data, scored for the plain network and for the posterior."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sublaplace.data.batches import batches
+from sublaplace.evaluation import Evaluation, Judged, judged_classes, judged_values
+from sublaplace.fitting.fitted import Fitted
+from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.links import Covariance
+
+
+def evaluated(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> Evaluation:
+    """Return the scores of both; see `SubspaceLaplace.evaluate`."""
+    posterior, linearization, likelihood = fitted.posterior, fitted.linearization, fitted.survey.likelihood
+    whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    with linearization.borrowed():
+        for inputs, targets, _ in batches(tqdm(loader, desc="evaluation", disable=not progress, leave=False)):
+            start = 0
+            for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                found = targets[start : start + jacobian.num_inputs].to(linearization.device)
+                start += jacobian.num_inputs
+                likelihood.check_targets(jacobian.outputs, found)
+                spread = posterior.covariance(jacobian) if whole else posterior.variance(jacobian)
+                parts.append((jacobian.outputs, found, spread))
+                del jacobian  # or it would stand in memory beside the next one
+    if not parts:
+        raise ValueError("The loader is empty: there is nothing to evaluate.")
+    outputs, targets, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
+    counted = likelihood.counted(targets)
+    if counted is not None:
+        kept = counted.all(1)
+        outputs, targets, covariance = outputs[kept], targets[kept], covariance[kept]
+    plain_likelihood = likelihood
+    if likelihood.has_noise:
+        plain_likelihood = likelihood.with_given_noise(fitted.survey.residuals.root_mean_square())
+    plain = _judged(plain_likelihood, outputs, torch.zeros_like(covariance), targets)
+    return Evaluation(plain, _judged(likelihood, outputs, covariance, targets), len(outputs))
+
+
+def _judged(likelihood: Likelihood, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Judged:
+    """Score what is predicted for outputs of this covariance: variances (n, C) or matrices (n, C, C)."""
+    log_densities = likelihood.log_predictive(outputs, covariance, targets)
+    variance = covariance if covariance.ndim == 2 else covariance.diagonal(dim1=1, dim2=2)
+    generator = torch.Generator().manual_seed(0)
+    uncertainty = Covariance(variance, lambda: covariance)
+    probabilities = likelihood.probabilities(outputs, uncertainty, "probit", 1, generator)
+    if probabilities is None and not likelihood.has_noise:
+        return Judged({"nll": -float(log_densities.mean())}, log_densities)
+    if probabilities is None:
+        noise = torch.tensor(likelihood.noise_variances, dtype=variance.dtype, device=variance.device)
+        return judged_values(outputs, variance + noise, targets, log_densities)
+    return judged_classes(*likelihood.as_classes(probabilities, targets), log_densities)

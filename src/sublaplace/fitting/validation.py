@@ -1,0 +1,179 @@
+r"""λ, and σ of regression, chosen on validation data in one pass over them.
+
+The posterior's covariance at any λ and σ is V(τ)·c²/scale with τ = λc²/scale, c the factor by which σ changes (see
+`sweep.py`). One pass gives V on a grid of τ for every validation input. The predictive density of all of them is then
+known at every λ and σ, and its maximum is found without another pass.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import log, log10
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sublaplace.data.batches import batches
+from sublaplace.fitting.fitted import Fitted
+from sublaplace.model.likelihoods.base import Likelihood, target_weights
+from sublaplace.posteriors.evidence import golden_section
+from sublaplace.posteriors.sweep import sweep_of
+
+FEWEST_INPUTS = 10
+"""Validation inputs below which λ and σ stay as they are."""
+
+DECADES = 5
+"""How far from its value before tuning τ is searched, in both directions."""
+
+_PER_DECADE = 6  # points of the grid; between them log V is interpolated
+_MOST_NOISE = 10**3.5  # the largest factor by which σ may grow; below its training residuals it must not fall
+
+NOISE_PULL, CLASS_PULL = 3.0, 0.3
+"""Nats per squared decade that λ (and σ) are pulled towards their values before tuning, with and without noise."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What validation data ask for."""
+
+    prior_precision: float  # λ
+    noise_factor: float  # c
+    num_inputs: int
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """What one pass over validation data gives."""
+
+    likelihood: Likelihood
+    unit: float  # the scale that V is in units of
+    taus: Tensor  # (L,)
+    outputs: Tensor  # (n, C)
+    targets: Tensor
+    counts: Tensor  # (n,): how much each input counts
+    covariances: Tensor  # V: (L, n, C), or (L, n, C, C)
+
+    def covariance(self, log_tau: float) -> Tensor:
+        """Return V at any τ of the range: (n, C), or (n, C, C); variances are interpolated in their logarithms."""
+        logs = self.taus.log()
+        place = float((log_tau - logs[0]) / (logs[1] - logs[0]))
+        low = min(max(int(place), 0), len(logs) - 2)
+        share = min(max(place - low, 0.0), 1.0)
+        first, second = self.covariances[low], self.covariances[low + 1]
+        if first.ndim == 3:
+            return (1 - share) * first + share * second
+        tiny = torch.finfo(torch.float64).tiny
+        return ((1 - share) * first.clamp_min(tiny).log() + share * second.clamp_min(tiny).log()).exp()
+
+    def loss(self, log_tau: float) -> float:
+        """Return the mean negative log predictive density at the given σ."""
+        covariance = self.covariance(log_tau) / self.unit
+        return -float((self.likelihood.log_predictive(self.outputs, covariance, self.targets) * self.counts).sum()) / (
+            float(self.counts.sum())
+        )
+
+    def loss_and_factor(self, log_tau: float, away: float) -> tuple[float, float]:
+        """Return the penalised loss at the best factor c of σ, and c: N(f, c²(V/scale + σ²)).
+
+        away: decades of τ from its value before tuning; λ is then away by that less 2 log₁₀ c.
+        """
+        covariance = self.covariance(log_tau) / self.unit
+        C, total = self.outputs.shape[1], float(self.counts.sum())
+        plain = self.likelihood.log_predictive(self.outputs, covariance, self.targets)
+        # ln N(r; 0, c²S) = ln N(r; 0, S) + ½ q (1 − c⁻²) − C ln c with q = rᵀS⁻¹r.
+        q = self._distances(covariance)
+
+        def gain(log_c: float) -> float:
+            each = plain + 0.5 * q * (1 - torch.tensor(-2 * log_c).exp()) - C * log_c
+            decades = log_c / log(10)
+            pull = NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
+            return (float((each * self.counts).sum()) - pull) / total
+
+        log_c = golden_section(gain, 0.0, log(_MOST_NOISE), width=1e-6)
+        return -gain(log_c), float(torch.tensor(log_c).exp())
+
+    def _distances(self, covariance: Tensor) -> Tensor:
+        """Return rᵀ(V/scale + σ²)⁻¹r of every input: (n,)."""
+        noise = torch.tensor(self.likelihood.noise_variances, dtype=torch.float64, device=self.outputs.device)
+        noise = noise.expand(self.outputs.shape[1])
+        residuals = self.targets.double() - self.outputs.double()
+        if covariance.ndim == 2:
+            return (residuals.square() / (covariance + noise)).sum(1)
+        return (residuals * torch.linalg.solve(covariance + noise.diag(), residuals)).sum(1)
+
+
+def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> ValidationData:
+    """Run one pass over the validation data. Cost: one prediction of them, and little more."""
+    likelihood, linearization = fitted.survey.likelihood, fitted.linearization
+    unit = likelihood.single_scale
+    start = log10(fitted.posterior.prior_precision / unit)
+    taus = torch.logspace(start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64)
+    weights = torch.ones_like(taus) * (1.0 if fitted.posterior.outside is None else fitted.posterior.outside.weight)
+    whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
+    sweep = sweep_of(fitted.posterior)
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    with linearization.borrowed():
+        for inputs, targets, counts in _counted_batches(likelihood, loader, progress):
+            first = 0
+            for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                part = slice(first, first + jacobian.num_inputs)
+                first = part.stop
+                found = targets[part].to(linearization.device)
+                likelihood.check_targets(jacobian.outputs, found)
+                covariances = sweep(jacobian, taus, weights, whole)
+                parts.append((jacobian.outputs, found, counts[part].to(linearization.device), covariances))
+                del jacobian  # or it would stand in memory beside the next one
+    if not parts or not any(float(part[2].sum()) for part in parts):
+        raise ValueError("The validation loader is empty, or nothing in it counts.")
+    outputs, targets, counts = (torch.cat([part[k] for part in parts]) for k in range(3))
+    return ValidationData(
+        likelihood, unit, taus, outputs, targets, counts, torch.cat([part[3] for part in parts], dim=1)
+    )
+
+
+def _counted_batches(
+    likelihood: Likelihood, loader: Iterable[Any], progress: bool
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Yield inputs, targets, and how much each input counts: (n,)."""
+    for inputs, targets, weights in batches(tqdm(loader, desc="validation", disable=not progress, leave=False)):
+        counts = target_weights(likelihood, targets, weights)
+        each = torch.ones(len(targets), dtype=torch.float64) if counts is None else counts.amax(1).double()
+        yield inputs, targets, each
+
+
+def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:
+    """Return the λ, and with `noise` the factor of σ, of the smallest penalised NLL; None for too few inputs."""
+    data = validation_data(fitted, loader, progress)
+    count = len(data.outputs)
+    if count < FEWEST_INPUTS:
+        warnings.warn(
+            f"{count} validation inputs are too few to choose λ by; it stays as it was. Give at least {FEWEST_INPUTS}.",
+            stacklevel=5,
+        )
+        return None
+    total, logs = float(data.counts.sum()), data.taus.log().tolist()
+    middle = (logs[0] + logs[-1]) / 2
+
+    def away(log_tau: float) -> float:
+        return (log_tau - middle) / log(10)
+
+    def loss(log_tau: float) -> float:
+        if noise:
+            return data.loss_and_factor(log_tau, away(log_tau))[0]
+        pull = NOISE_PULL if data.likelihood.has_noise else CLASS_PULL
+        return data.loss(log_tau) + pull * away(log_tau) ** 2 / total
+
+    losses = [loss(log_tau) for log_tau in logs]
+    best = losses.index(min(losses))
+    if best in (0, len(losses) - 1):
+        what = "more uncertainty than this posterior has" if best == 0 else "next to no uncertainty"
+        warnings.warn(
+            f"The best λ for the validation data lies at an end of its search: they ask for {what}.", stacklevel=5
+        )
+    left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]
+    log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-4)
+    factor = data.loss_and_factor(log_tau, away(log_tau))[1] if noise else 1.0
+    tau = float(torch.tensor(log_tau, dtype=torch.float64).exp())
+    return Chosen(tau * data.unit / factor**2, factor, count)

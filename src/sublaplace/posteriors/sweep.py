@@ -1,0 +1,256 @@
+r"""Predictive variances at many prior precisions, and weights of the complement, from one set of Jacobian rows.
+
+With curvature in units of the likelihood's scale (σ⁻²) and τ = λ/scale, the covariance of outputs at any λ and σ is
+V(τ)/scale. So one pass over some inputs gives what is predicted for them at every λ and σ of a search.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
+from sublaplace.curvature.operators import Part
+from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.model.linalg import cholesky, symmetric_product
+from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.protocol import Posterior
+from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.projection import Projection
+
+BINS_PER_DECADE = 5
+"""Of KFAC's eigenvalues, which are rounded to their bin's mean: variances are right to about one percent."""
+
+_DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin
+
+
+class Sweep(Protocol):
+    """V at several points (τ, w)."""
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
+
+
+def sweep_of(posterior: Posterior) -> Sweep:
+    """Return the sweep of a posterior. Memory: for a complement twice P beside it; for the full posterior p²."""
+    return _SWEEPS[type(posterior)](posterior)
+
+
+def _diagonalised(S: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return γ (s,) and T (s, s) with Tᵀ S T = diag γ and Tᵀ gram T = I."""
+    root = cholesky(gram, "The Gram matrix of P")
+    half = torch.linalg.solve_triangular(root, S, upper=False)
+    whole = torch.linalg.solve_triangular(root, half.T, upper=False)
+    values, vectors = torch.linalg.eigh((whole + whole.T) / 2)
+    return values.clamp_min(0), torch.linalg.solve_triangular(root.T, vectors, upper=True)
+
+
+def _weighted_products(rows: Tensor, factors: Tensor, whole: bool) -> Tensor:
+    """Return Σ_k r_k² f_k for rows (n, K, m) and factors (L, m): (L, n, K), or Σ_k r_k r′_k f_k: (L, n, K, K)."""
+    if whole:
+        return torch.stack([(rows * each) @ rows.transpose(1, 2) for each in factors])
+    n, K, m = rows.shape
+    return (rows.square().reshape(n * K, m) @ factors.T).T.reshape(len(factors), n, K)
+
+
+@dataclass(frozen=True)
+class SubspaceSweep:
+    """V(τ) = JP (S + τ PᵀP)⁻¹ PᵀJᵀ, diagonalised once. Cost: s³ once, then s per row and point."""
+
+    projection: Projection
+    values: Tensor  # γ: (s,)
+    turn: Tensor  # T: (s, s)
+
+    @classmethod
+    def of(cls, posterior: SubspacePosterior) -> "SubspaceSweep":
+        """Prepare the sweep of a posterior."""
+        values, turn = _diagonalised(posterior.curvature / posterior.unit, posterior.gram)
+        return cls(posterior.projection, values, turn)
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        rows = self.projection.apply(jacobian).double() @ self.turn
+        return _weighted_products(rows, 1 / (self.values + taus[:, None]), whole)
+
+
+@dataclass(frozen=True)
+class ExactSweep:
+    """V(τ) of the full posterior, by the eigenvectors of its GGN. Cost: min(p, NC)³ once, p² per row."""
+
+    values: Tensor  # γ: (r,)
+    vectors: Tensor  # (p, r), orthonormal
+
+    @classmethod
+    def of_dense(cls, posterior: DensePrecision) -> "ExactSweep":
+        """Prepare the sweep of a p × p posterior."""
+        values, vectors = torch.linalg.eigh(posterior.ggn / posterior.scale)
+        return cls(values.clamp_min(0), vectors)
+
+    @classmethod
+    def of_dual(cls, posterior: DualPrecision) -> "ExactSweep":
+        """Prepare the sweep of a posterior by its rows."""
+        values, vectors = torch.linalg.eigh(symmetric_product(posterior.rows) / posterior.scale)
+        kept = values > len(values) * torch.finfo(torch.float64).eps * values[-1].clamp_min(0)
+        values, vectors = values[kept], vectors[:, kept]
+        return cls(values, posterior.rows.T @ vectors / (values * posterior.scale).sqrt())
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
+        rows = dense @ self.vectors
+        seen = _weighted_products(rows, 1 / (self.values + taus[:, None]) - 1 / taus[:, None], whole)
+        all_rows = dense @ dense.transpose(1, 2) if whole else dense.square().sum(2)
+        return seen + all_rows / taus.view(-1, *([1] * all_rows.ndim))
+
+
+@dataclass(frozen=True)
+class _BinnedPart:
+    """One parameter's eigenvectors, ordered by bins of their eigenvalues."""
+
+    part: Part
+    order: Tensor  # (size,)
+    starts: tuple[tuple[int, int, int], ...]  # (bin, start, stop) in that order
+    both: Tensor | None  # Y and Q, with T, in that basis and order: (2s, size); None without a subspace
+
+
+@dataclass(frozen=True)
+class ComplementSweep:
+    r"""V(τ, w) = m (S + τ) mᵀ + J_c (wK + τ)⁻¹ J_cᵀ with m = JQ(S + τ)⁻¹ and J_c = J − m (Y + τQ)ᵀ.
+
+    In KFAC's eigenbasis the second term is a sum over eigenvalues e_k. They are rounded to bins, and per bin b only
+    Σ j_k², Σ j_k Y_k and Σ j_k Q_k are kept of a row, and Σ YYᵀ, Σ YQᵀ, Σ QQᵀ once. A point then costs bins·s + s² per
+    row. Without a subspace (s = 0) it is KFAC alone.
+    """
+
+    projection: Projection | None
+    values: Tensor  # γ: (s,)
+    turn: Tensor  # T: (s, s)
+    eigenvalues: Tensor  # of K, for w = 1, by bin: (B,)
+    parts: dict[str, _BinnedPart]
+    grams: Tensor  # of Y and Q by bin: (B, 2s, 2s)
+
+    @classmethod
+    def of_complement(cls, posterior: ComplementedPosterior) -> "ComplementSweep":
+        """Prepare the sweep of a posterior with a complement. Cost: rotations of Q and Y, and p·s²."""
+        inside = posterior.inside
+        values, turn = _diagonalised(inside.curvature / inside.unit, inside.gram)
+        return cls._of(posterior.outside, inside.unit, posterior, values, turn)
+
+    @classmethod
+    def of_blocks(cls, posterior: BlockPrecision) -> "ComplementSweep":
+        """Prepare the sweep of KFAC or a diagonal alone."""
+        none = torch.zeros(0, dtype=torch.float64, device=next(iter(posterior.parts.values())).eigenvalues().device)
+        return cls._of(posterior, posterior.scale, None, none, none.view(0, 0))
+
+    @classmethod
+    def _of(
+        cls,
+        outside: BlockPrecision,
+        unit: float,
+        posterior: ComplementedPosterior | None,
+        values: Tensor,
+        turn: Tensor,
+    ) -> "ComplementSweep":
+        unweighted = 1 / (unit * outside.weight)
+        largest = max(float(part.eigenvalues().max()) for part in outside.parts.values()) * unweighted
+        count = BINS_PER_DECADE * _DECADES + 1
+        totals = torch.zeros(count, 2, dtype=torch.float64)
+        width = 2 * len(values)
+        grams = torch.zeros(count, width, width, dtype=torch.float64, device=values.device)
+        parts = {}
+        for name, part in outside.parts.items():
+            eigenvalues = part.eigenvalues().double() * unweighted
+            places = _bins(eigenvalues, largest, count)
+            order = torch.argsort(places, stable=True)
+            starts = _runs(places[order])
+            totals += _sums_by_bin(eigenvalues, places, count)
+            both = None
+            if posterior is not None:
+                both = posterior.product_and_basis(name, unit)  # Y and Q as rows, in the eigenbasis
+                s = len(turn)
+                turned = [turn.T.to(both) @ half for half in (both[:s], both[s:])]
+                both = torch.cat(turned)[:, order]
+                for place, start, stop in starts:
+                    exact = both[:, start:stop].double()
+                    grams[place] += exact @ exact.T
+            parts[name] = _BinnedPart(part, order, starts, both)
+        means = (totals[:, 0] / totals[:, 1].clamp_min(1)).to(values.device)
+        used = (totals[:, 1] > 0).to(values.device)
+        renumbered = {int(b): k for k, b in enumerate(torch.nonzero(used).squeeze(1))}
+        parts = {
+            name: _BinnedPart(p.part, p.order, tuple((renumbered[b], i, j) for b, i, j in p.starts), p.both)
+            for name, p in parts.items()
+        }
+        projection = None if posterior is None else posterior.projection
+        return cls(projection, values, turn, means[used], parts, grams[used])
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        s = len(self.values)
+        squares, products = self._sums(jacobian, whole)
+        result = []
+        rows = products[..., s:].sum(2)  # JQ: every bin's share of it
+        for tau, weight in zip(taus, weights, strict=True):
+            outside = 1 / (weight * self.eigenvalues + tau)  # (B,)
+            total = torch.einsum("nkb...,b->nk...", squares, outside)
+            if s:
+                m = rows / (self.values + tau)
+                mixed = torch.einsum("nkbt,b->nkt", products, outside)
+                cross = mixed[..., :s] + tau * mixed[..., s:]  # Σ j (Y + τQ) / (we + τ)
+                G = torch.einsum("bij,b->ij", self.grams, outside)
+                inner = G[:s, :s] + tau * (G[:s, s:] + G[s:, :s]) + tau**2 * G[s:, s:]
+                inner.diagonal().add_(self.values + tau)  # the first term of V
+                if whole:
+                    both = m @ cross.transpose(1, 2)
+                    total = total - both - both.transpose(1, 2) + m @ inner @ m.transpose(1, 2)
+                else:
+                    total = total - 2 * (m * cross).sum(2) + ((m @ inner) * m).sum(2)
+            result.append(total)
+        return torch.stack(result)
+
+    def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor]:
+        """Return by bin Σ j_k² (n, K, B), or Σ j_k j′_k (n, K, B, K), and Σ j_k Y_k, Σ j_k Q_k: (n, K, B, 2s)."""
+        n, K, s, B = jacobian.num_inputs, jacobian.num_rows, len(self.values), len(self.eigenvalues)
+        device = jacobian.outputs.device
+        squares = torch.zeros(n, K, B, *([K] if whole else []), dtype=torch.float64, device=device)
+        products = torch.zeros(n, K, B, 2 * s, dtype=torch.float64, device=device)
+        for name, block in jacobian.blocks.items():
+            binned = self.parts[name]
+            rows = binned.part.rotated_rows(block)[:, :, binned.order]
+            for place, start, stop in binned.starts:
+                some = rows[:, :, start:stop]
+                squares[:, :, place] += (some @ some.transpose(1, 2)) if whole else some.square().sum(2)
+                if binned.both is not None:
+                    products[:, :, place] += some @ binned.both[:, start:stop].T
+        return squares, products
+
+
+def _bins(eigenvalues: Tensor, largest: float, count: int) -> Tensor:
+    """Return the bin of each eigenvalue, 0 for the smallest."""
+    scale = torch.tensor(max(largest, torch.finfo(torch.float64).tiny), dtype=torch.float64)
+    decades = (eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) / scale).log10() + _DECADES
+    return (decades * BINS_PER_DECADE).floor().clamp(0, count - 1).long()
+
+
+def _runs(places: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """Return (bin, start, stop) of every run of equal bins in their order."""
+    found, counts = torch.unique_consecutive(places, return_counts=True)
+    stops = counts.cumsum(0)
+    ends = zip(found.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True)
+    return tuple(ends)
+
+
+def _sums_by_bin(eigenvalues: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return the sum and the number of the eigenvalues in every bin: (count, 2)."""
+    both = torch.stack([eigenvalues, torch.ones_like(eigenvalues)], dim=1)
+    return torch.zeros(count, 2, dtype=torch.float64, device=places.device).index_add_(0, places, both).cpu()
+
+
+_SWEEPS: dict[type, Callable[[Any], Sweep]] = {
+    SubspacePosterior: SubspaceSweep.of,
+    ComplementedPosterior: ComplementSweep.of_complement,
+    BlockPrecision: ComplementSweep.of_blocks,
+    DensePrecision: ExactSweep.of_dense,
+    DualPrecision: ExactSweep.of_dual,
+}
+"""How each kind of posterior is swept; a new one is one more row."""

@@ -122,9 +122,10 @@ def _task_sections(title: str, task: Task, lines: Sequence[Line]) -> list[str]:
     if not names:
         return []
     left_out = [name for name in dict.fromkeys(line.dataset for line in lines) if name not in names]
-    missing = f" Left out, because a method is missing there: {', '.join(left_out)}." if left_out else ""
-    splits = sorted({len(nll[name, method.name]) for name in names for method in methods})
-    count = f"{len(names)} sets, {' to '.join(map(str, splits))} splits each: {', '.join(names)}.{missing}"
+    missing = f" Left out, because a method was not run on all splits: {', '.join(left_out)}." if left_out else ""
+    splits = [len(nll[name, methods[0].name]) for name in names]
+    number = f"{min(splits)}" if min(splits) == max(splits) else f"{min(splits)} to {max(splits)}"
+    count = f"{len(names)} sets, {number} splits each: {', '.join(names)}.{missing}"
     sections = [f"### {title}\n\n{count}\n\n{_mean_table(task, lines, methods, names)}"]
     if task == "regression":
         sizes = [next(line.num_test for line in lines if line.dataset == name) for name in names]

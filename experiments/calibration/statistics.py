@@ -40,9 +40,14 @@ def values_of(lines: Iterable[Line], score: str) -> dict[tuple[str, str], dict[i
 
 
 def common_sets(values: Values, methods: Sequence[str]) -> list[str]:
-    """Lists the data sets on which all of the methods were run, in the order in which they first occur."""
+    """Lists the data sets on which all of the methods were run, on the same splits, in order of first occurrence."""
     names = dict.fromkeys(name for name, _ in values)
-    return [name for name in names if all((name, method) in values for method in methods)]
+
+    def is_common(name: str) -> bool:
+        splits = [set(values.get((name, method), ())) for method in methods]
+        return bool(splits[0]) and all(each == splits[0] for each in splits)
+
+    return [name for name in names if is_common(name)]
 
 
 def mean_over_splits(by_split: Mapping[int, float]) -> Mean:

@@ -327,6 +327,7 @@ def test_means_and_standard_errors() -> None:
     assert statistics.mean_over_splits(MADE_UP["a", "x"]) == statistics.Mean(2.0, pytest.approx(1.0))
     assert math.isnan(statistics.mean_over_splits(MADE_UP["c", "x"]).error)
     assert statistics.common_sets(MADE_UP, ["x", "y"]) == ["a", "b"]
+    assert statistics.common_sets({**MADE_UP, ("b", "y"): {0: 3.0}}, ["x", "y"]) == ["a"]  # not on the same splits
     found = statistics.mean_over_sets(MADE_UP, "y", ["a", "b"])
     assert found.value == pytest.approx((3.5 + 3.25) / 2)
     assert found.error == pytest.approx(math.sqrt(1.5**2 + 0.25**2) / 2)

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results" / "calibration.csv"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command that the arguments name."""
+    """Run the command that the arguments name."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     options.command(options)

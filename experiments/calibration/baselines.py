@@ -14,7 +14,7 @@ DROPOUT_DRAWS = 50
 
 
 def timed(method: Callable[[Problem], Predicted]) -> Callable[[Problem], tuple[Predicted, float]]:
-    """Adds the seconds of processor time that a method takes."""
+    """Add the seconds of processor time that a method takes."""
 
     def measured(problem: Problem) -> tuple[Predicted, float]:
         start = time.process_time()
@@ -26,17 +26,17 @@ def timed(method: Callable[[Problem], Predicted]) -> Callable[[Problem], tuple[P
 
 @torch.no_grad()
 def outputs_of(network: nn.Module, inputs: Tensor) -> Tensor:
-    """Gives the outputs (n, C) of a network in float64, in batches."""
+    """Return the outputs (n, C) of a network in float64, in batches."""
     return torch.cat([network(batch) for batch in inputs.split(500)]).double()
 
 
 def residual_std(network: nn.Module, examples: Examples) -> float:
-    """Gives the root mean square of the residuals, pooled over the outputs."""
+    """Return the root mean square of the residuals, pooled over the outputs."""
     return _root_mean_square(outputs_of(network, examples.inputs), examples.targets)
 
 
 def plain(problem: Problem) -> Predicted:
-    """Predicts with the network alone; σ of regression comes from the training residuals."""
+    """Predict with the network alone; σ of regression comes from the training residuals."""
     outputs = outputs_of(problem.network, problem.test.inputs)
     if problem.task == "classification":
         return Probabilities(outputs.softmax(1))
@@ -44,13 +44,13 @@ def plain(problem: Problem) -> Predicted:
 
 
 def validated_noise(problem: Problem) -> Predicted:
-    """Predicts with the network alone, σ from the residuals on the validation data."""
+    """Predict with the network alone, σ from the residuals on the validation data."""
     outputs = outputs_of(problem.held_out_network, problem.test.inputs)
     return _constant_noise(outputs, residual_std(problem.held_out_network, problem.validation))
 
 
 def temperature_scaling(problem: Problem) -> Predicted:
-    """Predicts softmax(f / T), T with the least NLL on the validation data."""
+    """Predict softmax(f / T), T with the least NLL on the validation data."""
     validation = outputs_of(problem.held_out_network, problem.validation.inputs)
 
     def nll(log_temperature: float) -> float:
@@ -64,7 +64,7 @@ def temperature_scaling(problem: Problem) -> Predicted:
 
 
 def deep_ensemble(problem: Problem) -> Predicted:
-    """Predicts the mean of the members' probabilities, or the Gaussian with the moments of their mixture."""
+    """Predict the mean of the members' probabilities, or the Gaussian with the moments of their mixture."""
     networks = (problem.network, *problem.members)
     outputs = torch.stack([outputs_of(network, problem.test.inputs) for network in networks])
     if problem.task == "classification":
@@ -74,7 +74,7 @@ def deep_ensemble(problem: Problem) -> Predicted:
 
 
 def monte_carlo_dropout(problem: Problem) -> Predicted:
-    """Predicts as the ensemble does, with one network and units dropped at random."""
+    """Predict as the ensemble does, with one network and units dropped at random."""
     assert problem.dropout_network is not None
     outputs = _dropped_outputs(problem.dropout_network, problem.test.inputs)
     if problem.task == "classification":
@@ -84,7 +84,7 @@ def monte_carlo_dropout(problem: Problem) -> Predicted:
 
 
 def _dropped_outputs(network: nn.Module, inputs: Tensor) -> Tensor:
-    """Draws outputs (draws, n, C) with dropout on; the network is left in evaluation mode."""
+    """Draw outputs (draws, n, C) with dropout on; the network is left in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for module in network.modules():
@@ -102,7 +102,7 @@ def _constant_noise(outputs: Tensor, noise_std: float) -> Normal:
 
 
 def _spread(outputs: Tensor) -> Tensor:
-    """Gives the covariance (n, C, C) of outputs (k, n, C) over the first axis."""
+    """Return the covariance (n, C, C) of outputs (k, n, C) over the first axis."""
     centred = (outputs - outputs.mean(0)).permute(1, 2, 0)
     return centred @ centred.mT / len(outputs)
 

@@ -28,7 +28,7 @@ NOTE = (
 
 
 def cifar_problems(splits: Sequence[int]) -> dict[int, list[Problem]]:
-    """Gives the two halves of the test set, each tuned on the other; there is one split."""
+    """Return the two halves of the test set, each tuned on the other; there is one split."""
     if list(splits) != [0]:
         raise ValueError("CIFAR10 has one split, because it has one network.")
     dataset = colour_images.cifar10()
@@ -40,7 +40,7 @@ def cifar_problems(splits: Sequence[int]) -> dict[int, list[Problem]]:
 
 
 def halves(train: Examples, test: Examples, network: CifarResNet) -> list[Problem]:
-    """Makes two problems of one test set: each half is scored once, with the other as validation data."""
+    """Make two problems of one test set: each half is scored once, with the other as validation data."""
     order = torch.from_numpy(np.random.default_rng(43).permutation(len(test)))
     first, second = test[order[: len(order) // 2]], test[order[len(order) // 2 :]]
     return [
@@ -50,7 +50,7 @@ def halves(train: Examples, test: Examples, network: CifarResNet) -> list[Proble
 
 
 def resnet20() -> CifarResNet:
-    """Builds the network with its published weights, in evaluation mode."""
+    """Build the network with its published weights, in evaluation mode."""
     network = CifarResNet()
     network.load_state_dict(load(content(WEIGHTS)))
     described(network, "resnet20")
@@ -58,7 +58,7 @@ def resnet20() -> CifarResNet:
 
 
 def _rescaled(images: torch.Tensor) -> torch.Tensor:
-    """Scales pictures as this network wants them, from the scale of the paper's networks."""
+    """Scale pictures as this network wants them, from the scale of the paper's networks."""
     return colour_images.scaled(
         colour_images.pixels_of(images, colour_images.CIFAR10_MEAN, colour_images.CIFAR10_STD), MEAN, STD
     )

@@ -10,7 +10,7 @@ import sublaplace
 
 @cache
 def code_version() -> str:
-    """Gives the version and a digest of the code, which comments and docstrings do not change."""
+    """Return the version and a digest of the code, which comments and docstrings do not change."""
     folder = Path(sublaplace.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -20,7 +20,7 @@ def code_version() -> str:
 
 
 def without_docstrings(tree: ast.Module) -> ast.Module:
-    """Removes all texts that stand alone, docstrings among them, in place."""
+    """Remove all texts that stand alone, docstrings among them, in place."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

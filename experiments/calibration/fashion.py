@@ -23,7 +23,7 @@ NOTE = (
 
 
 def fashion_problems(splits: Sequence[int], folder: Path = CACHE) -> dict[int, list[Problem]]:
-    """Gives draws of the pictures with their networks, which are trained if they are not on disk."""
+    """Return draws of the pictures with their networks, which are trained if they are not on disk."""
     dataset = datasets.load("fashionmnist")
     train = Examples(dataset.train_inputs, dataset.train_targets)
     test = Examples(dataset.test_inputs, dataset.test_targets)

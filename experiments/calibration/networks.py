@@ -11,7 +11,7 @@ WIDTH = 100
 
 
 def mlp(num_inputs: int, num_outputs: int, dropout: float = 0.0, width: int = WIDTH) -> nn.Sequential:
-    """Builds inputs → width → ReLU → width → ReLU → outputs, with dropout after each ReLU if its rate is not 0."""
+    """Build inputs → width → ReLU → width → ReLU → outputs, with dropout after each ReLU if its rate is not 0."""
 
     def hidden(inputs: int) -> list[nn.Module]:
         layers: list[nn.Module] = [nn.Linear(inputs, width), nn.ReLU()]
@@ -21,7 +21,7 @@ def mlp(num_inputs: int, num_outputs: int, dropout: float = 0.0, width: int = WI
 
 
 def cnn(num_outputs: int = 10, dropout: float = 0.0) -> nn.Sequential:
-    """Builds two convolutions and a linear layer for images of 28 × 28 pixels: p = 20,490 with ten outputs."""
+    """Build two convolutions and a linear layer for images of 28 × 28 pixels: p = 20,490 with ten outputs."""
     layers: list[nn.Module] = [
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -38,11 +38,11 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "resnet
 
 
 def described(network: nn.Module, builder: str, **sizes: Any) -> nn.Module:
-    """Notes on a network how it was built, for `description`."""
+    """Note on a network how it was built, for `description`."""
     network.built_by = (builder, sizes)  # type: ignore[assignment]
     return network
 
 
 def description(network: nn.Module) -> tuple[str, dict[str, Any]] | None:
-    """Tells how a network was built, or None if only this process can build it."""
+    """Tell how a network was built, or None if only this process can build it."""
     return getattr(network, "built_by", None)

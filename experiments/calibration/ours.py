@@ -8,25 +8,25 @@ PAPER_DIM = 100
 
 
 def paper(problem: Problem) -> Predicted:
-    """Predicts with the paper's posterior and λ = 1."""
+    """Predict with the paper's posterior and λ = 1."""
     la = SubspaceLaplace.paper(problem.network, problem.task, PAPER_DIM, prior_precision=1.0)
     return _predicted(la.fit(problem.train.loader()), problem.test)
 
 
 def paper_with_evidence(problem: Problem) -> Predicted:
-    """Predicts with the paper's posterior, λ by the evidence."""
+    """Predict with the paper's posterior, λ by the evidence."""
     la = SubspaceLaplace.paper(problem.network, problem.task, PAPER_DIM, prior_precision="evidence")
     return _predicted(la.fit(problem.train.loader()), problem.test)
 
 
 def default(problem: Problem) -> Predicted:
-    """Predicts with all defaults, without validation data."""
+    """Predict with all defaults, without validation data."""
     la = SubspaceLaplace(problem.network, problem.task)
     return _predicted(la.fit(problem.train.loader()), problem.test)
 
 
 def default_with_validation(problem: Problem) -> Predicted:
-    """Predicts with all defaults and validation data."""
+    """Predict with all defaults and validation data."""
     la = SubspaceLaplace(problem.held_out_network, problem.task)
     return _predicted(la.fit(problem.fit.loader(), problem.validation.loader()), problem.test)
 

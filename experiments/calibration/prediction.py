@@ -27,7 +27,7 @@ Predicted = Probabilities | Normal
 
 
 def pooled(parts: list[Predicted]) -> Predicted:
-    """Joins the predictions for several sets of test inputs."""
+    """Join the predictions for several sets of test inputs."""
     note = "; ".join(dict.fromkeys(part.note for part in parts if part.note))
     if all(isinstance(part, Probabilities) for part in parts):
         return Probabilities(torch.cat([part.values for part in parts if isinstance(part, Probabilities)]), note)
@@ -38,6 +38,6 @@ def pooled(parts: list[Predicted]) -> Predicted:
 
 
 def with_noise(mean: Tensor, covariance: Tensor, noise_std: float, note: str = "") -> Normal:
-    """Adds σ²I to the covariance (n, C, C) of the mean, in float64."""
+    """Add σ²I to the covariance (n, C, C) of the mean, in float64."""
     eye = torch.eye(mean.shape[1], dtype=torch.float64)
     return Normal(mean.double(), covariance.double() + noise_std**2 * eye, note)

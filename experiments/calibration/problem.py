@@ -24,7 +24,7 @@ class Examples:
         return Examples(self.inputs[rows], self.targets[rows])
 
     def loader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Iterates over the examples in order, in batches."""
+        """Iterate over the examples in order, in batches."""
         return DataLoader(TensorDataset(self.inputs, self.targets), BATCH_SIZE)
 
 

@@ -23,7 +23,7 @@ class Registered:
 
 
 def all_sets() -> dict[str, Registered]:
-    """Gives all sets, in the order in which they are run."""
+    """Return all sets, in the order in which they are run."""
     tables = {name: Registered(each.kind, _tabular(name)) for name, each in TABLE_SETS.items()}
     return {
         **tables,

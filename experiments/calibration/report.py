@@ -47,7 +47,7 @@ _COLUMNS: dict[str, list[tuple[str, str, int]]] = {
 
 
 def write_report(table: CalibrationTable, folder: Path) -> None:
-    """Writes the report and its picture into a folder; lines of methods that have changed since are left out."""
+    """Write the report and its picture into a folder; lines of methods that have changed since are left out."""
     current = {method.name: method.fingerprint for method in METHODS}
     lines = [line for line in table.lines().values() if current.get(line.method) == line.fingerprint]
     order = {name: k for k, name in enumerate(all_sets())}
@@ -105,7 +105,7 @@ def _introduction() -> str:
 
 
 def _versions(lines: Sequence[Line]) -> str:
-    """Tells which code of sublaplace the results are from: a run may have been resumed after a change."""
+    """Tell which code of sublaplace the results are from: a run may have been resumed after a change."""
     own = [line for line in lines if line.method.startswith(("ours", "paper"))]
     versions = sorted({line.version for line in own})
     if len(versions) > 1:
@@ -115,7 +115,7 @@ def _versions(lines: Sequence[Line]) -> str:
 
 
 def _task_sections(title: str, task: Task, lines: Sequence[Line]) -> list[str]:
-    """Makes the tables of the tabular sets of one task."""
+    """Make the tables of the tabular sets of one task."""
     nll = values_of(lines, "nll")
     methods = [method for method in METHODS if any(method.name == line.method for line in lines)]
     names = common_sets(nll, [method.name for method in methods])
@@ -158,7 +158,7 @@ def _mean_table(task: Task, lines: Sequence[Line], methods: Sequence[Method], na
 
 
 def _mean(values: dict[tuple[str, str], dict[int, float]], method: Method, names: Sequence[str]) -> Mean:
-    """Averages over the sets that have the score: without errors there is no AUROC."""
+    """Average over the sets that have the score: without errors there is no AUROC."""
     present = [name for name in names if (name, method.name) in values]
     return mean_over_sets(values, method.name, present) if present else Mean(math.nan, math.nan)
 
@@ -197,7 +197,7 @@ def _losses(nll: dict[tuple[str, str], dict[int, float]], names: Sequence[str]) 
 
 
 def _single_set(name: str, lines: Sequence[Line]) -> str:
-    """Makes the table of a set with its own network: pictures or text."""
+    """Make the table of a set with its own network: pictures or text."""
     splits = sorted({line.split for line in lines})
     rows = []
     for method in METHODS:

@@ -24,7 +24,7 @@ def run_set(
     again: bool = False,
     report: Callable[[str], None] = print,
 ) -> int:
-    """Runs the methods on the splits of a data set and returns how many lines were added.
+    """Run the methods on the splits of a data set and return how many lines were added.
 
     A method that fails is reported and left out, so that the others go on.
     """

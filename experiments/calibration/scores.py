@@ -20,7 +20,7 @@ Scores = dict[str, float]
 
 
 def scores_of(predicted: Predicted, targets: Tensor) -> Scores:
-    """Scores predictions for all test inputs; the names are columns of the table of results."""
+    """Score predictions for all test inputs; the names are columns of the table of results."""
     if isinstance(predicted, Normal):
         return _regression_scores(predicted.mean, predicted.covariance, targets.double())
     return _classification_scores(predicted.values, targets)
@@ -60,7 +60,7 @@ def _regression_scores(mean: Tensor, covariance: Tensor, targets: Tensor) -> Sco
 
 
 def crps(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
-    """Gives the continuous ranked probability score of N(mean, std²) for each target, in closed form.
+    """Return the continuous ranked probability score of N(mean, std²) for each target, in closed form.
 
     σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − m)/σ.
     """
@@ -70,7 +70,7 @@ def crps(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
 
 
 def ece_interval(confidence: np.ndarray, correct: np.ndarray) -> tuple[float, float]:
-    """Gives the 95 % bootstrap interval of the ECE over the test inputs. Cost: O(n) per resample.
+    """Return the 95 % bootstrap interval of the ECE over the test inputs. Cost: O(n) per resample.
 
     The ECE of a resample is biased upwards by its own noise, as the ECE itself is; the interval is not corrected.
     """
@@ -83,14 +83,14 @@ def ece_interval(confidence: np.ndarray, correct: np.ndarray) -> tuple[float, fl
 
 
 def ece_of_perfect(confidence: np.ndarray) -> float:
-    """Gives the mean ECE that a perfectly calibrated predictor with these confidences would show on as many inputs."""
+    """Return the mean ECE that a perfectly calibrated predictor with these confidences would show on as many inputs."""
     generator = np.random.default_rng(0)
     draws = (generator.random(len(confidence)) < confidence for _ in range(RESAMPLES))
     return float(np.mean([_ece(confidence, correct) for correct in draws]))
 
 
 def expected_coverage_error(num_test: int) -> float:
-    """Gives E|k/n − 0.9| for k of n targets inside perfectly calibrated intervals."""
+    """Return E|k/n − 0.9| for k of n targets inside perfectly calibrated intervals."""
     from scipy.stats import binom
 
     counts = np.arange(num_test + 1)
@@ -104,7 +104,7 @@ def _ece(confidence: np.ndarray, correct: np.ndarray) -> float:
 
 
 def _auroc(scores: Tensor, positive: Tensor) -> float:
-    """Gives how well the scores tell positives from the others; NaN if there are only positives, or none."""
+    """Return how well the scores tell positives from the others; NaN if there are only positives, or none."""
     if positive.all() or not positive.any():
         return math.nan
     return metrics.auroc(scores[positive], scores[~positive])

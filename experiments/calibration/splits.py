@@ -11,7 +11,7 @@ MOST_TEST_INPUTS = 5000
 
 
 def split_table(table_set: TableSet, split: int) -> tuple[Examples, Examples, Examples]:
-    """Draws one split: the nine tenths of the training data that are fitted, the validation tenth, the test data.
+    """Draw one split: the nine tenths of the training data that are fitted, the validation tenth, the test data.
 
     A tenth of a set is test data. A large set gives `MOST_TRAINING_INPUTS` training inputs, and of the others at most
     `MOST_TEST_INPUTS` test inputs. Scales are those of all training data.
@@ -33,7 +33,7 @@ def split_table(table_set: TableSet, split: int) -> tuple[Examples, Examples, Ex
 
 
 def joined(first: Examples, second: Examples) -> Examples:
-    """Puts two sets of examples together."""
+    """Put two sets of examples together."""
     return Examples(torch.cat([first.inputs, second.inputs]), torch.cat([first.targets, second.targets]))
 
 

@@ -24,7 +24,7 @@ class StackRecipe:
 def train_stack(
     networks: Sequence[nn.Sequential], inputs: Tensor, targets: Tensor, seeds: Sequence[int], recipe: StackRecipe
 ) -> None:
-    """Trains m MLPs of one shape in place, network k on inputs[k] (n, d) and targets[k] with the batches of seeds[k].
+    """Train m MLPs of one shape in place, network k on inputs[k] (n, d) and targets[k] with the batches of seeds[k].
 
     A network ends with the same weights, up to rounding, as if it were trained alone. Targets are (m, n, C) numbers for
     the squared error or (m, n) classes for the cross entropy. Cost per step: three batched products forward, six back.
@@ -65,7 +65,7 @@ def train_stack(
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums the mean losses of the networks, so that each gets the gradient that it would get alone."""
+    """Sum the mean losses of the networks, so that each gets the gradient that it would get alone."""
     if targets.is_floating_point():
         return (outputs - targets).square().mean((1, 2)).sum()
     losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
@@ -73,6 +73,6 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _kept(masks: Sequence[torch.Generator], shape: torch.Size, rate: float) -> Tensor:
-    """Draws which units stay, scaled so that the mean is kept, from the generator of each network."""
+    """Draw which units stay, scaled so that the mean is kept, from the generator of each network."""
     drawn = torch.stack([torch.rand(shape, generator=generator) for generator in masks])
     return (drawn >= rate) / (1 - rate)

@@ -31,7 +31,7 @@ class Rank:
 
 
 def values_of(lines: Iterable[Line], score: str) -> dict[tuple[str, str], dict[int, float]]:
-    """Gathers a score by data set, method and split; lines without it, or with NaN, are left out."""
+    """Gather a score by data set, method and split; lines without it, or with NaN, are left out."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for line in lines:
         if not math.isnan(line.scores.get(score, math.nan)):
@@ -40,7 +40,7 @@ def values_of(lines: Iterable[Line], score: str) -> dict[tuple[str, str], dict[i
 
 
 def common_sets(values: Values, methods: Sequence[str]) -> list[str]:
-    """Lists the data sets on which all of the methods were run, on the same splits, in order of first occurrence."""
+    """List the data sets on which all of the methods were run, on the same splits, in order of first occurrence."""
     names = dict.fromkeys(name for name, _ in values)
 
     def is_common(name: str) -> bool:
@@ -51,14 +51,14 @@ def common_sets(values: Values, methods: Sequence[str]) -> list[str]:
 
 
 def mean_over_splits(by_split: Mapping[int, float]) -> Mean:
-    """Gives the mean over the splits and its standard error s/√k."""
+    """Return the mean over the splits and its standard error s/√k."""
     found = np.array(list(by_split.values()))
     error = found.std(ddof=1) / math.sqrt(len(found)) if len(found) > 1 else math.nan
     return Mean(float(found.mean()), float(error))
 
 
 def mean_over_sets(values: Values, method: str, names: Sequence[str]) -> Mean:
-    """Gives the mean of the sets' means, with the standard error that the splits cause, √(Σ errorᵢ²)/m.
+    """Return the mean of the sets' means, with the standard error that the splits cause, √(Σ errorᵢ²)/m.
 
     Sets with a single split have no error that is known and add none.
     """
@@ -69,7 +69,7 @@ def mean_over_sets(values: Values, method: str, names: Sequence[str]) -> Mean:
 
 
 def mean_ranks(values: Values, methods: Sequence[str], names: Sequence[str]) -> dict[str, Rank]:
-    """Ranks the methods on each set by their mean over the splits, least first, ties shared; averages over the sets."""
+    """Rank the methods on each set by their mean over the splits, least first, ties shared; average over the sets."""
     from scipy.stats import rankdata
 
     table = np.array([[mean_over_splits(values[name, method]).value for method in methods] for name in names])
@@ -80,12 +80,12 @@ def mean_ranks(values: Values, methods: Sequence[str], names: Sequence[str]) -> 
 
 
 def difference(values: Values, name: str, method: str, reference: str) -> Mean:
-    """Gives the mean difference method − reference on a set, paired by split, with its standard error."""
+    """Return the mean difference method − reference on a set, paired by split, with its standard error."""
     ours, others = values[name, method], values[name, reference]
     return mean_over_splits({split: ours[split] - others[split] for split in ours if split in others})
 
 
 def worse_sets(values: Values, names: Sequence[str], method: str, reference: str) -> dict[str, Mean]:
-    """Finds the sets on which a method is worse than the reference by more than two standard errors."""
+    """Find the sets on which a method is worse than the reference by more than two standard errors."""
     differences = {name: difference(values, name, method, reference) for name in names}
     return {name: found for name, found in differences.items() if found.value > 2 * found.error}

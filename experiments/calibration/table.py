@@ -72,7 +72,7 @@ class CalibrationTable:
             self._repair()
 
     def append(self, line: Line) -> None:
-        """Adds a line, which is on the disk when this returns."""
+        """Add a line, which is on the disk when this returns."""
         values = {name: getattr(line, name) for name in _PLAIN} | line.scores
         text = io.StringIO()
         csv.DictWriter(text, COLUMNS, lineterminator="\n").writerow(values)
@@ -84,7 +84,7 @@ class CalibrationTable:
                 os.fsync(file.fileno())
 
     def lines(self) -> dict[Key, Line]:
-        """Gives all lines; of several with one key, the last."""
+        """Return all lines; of several with one key, the last."""
         with self._locked():
             self._repair()
             rows = list(csv.DictReader(io.StringIO(self.path.read_text())))

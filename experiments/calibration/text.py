@@ -50,12 +50,12 @@ class TextClassifier(nn.Module):
         self.head = nn.Linear(WIDTH, 2)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Gives what the body makes of each token (n, length, width)."""
+        """Return what the body makes of each token (n, length, width)."""
         found: Tensor = self.body(input_ids=tokens, attention_mask=(tokens != PADDING).long()).last_hidden_state
         return found
 
     def classes(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Gives the logits (n, 2) from what the body made of the tokens."""
+        """Return the logits (n, 2) from what the body made of the tokens."""
         present = (tokens != PADDING)[:, :, None].to(hidden.dtype)
         logits: Tensor = self.head((hidden * present).sum(1) / present.sum(1))
         return logits
@@ -65,7 +65,7 @@ class TextClassifier(nn.Module):
 
 
 def text_problems(splits: Sequence[int], folder: Path = CACHE) -> dict[int, list[Problem]]:
-    """Gives splits of the film reviews with their networks, which are trained if they are not on disk."""
+    """Return splits of the film reviews with their networks, which are trained if they are not on disk."""
     texts, labels = rated_snippets()
     return {split: [text_problem("movie-reviews", texts, labels, split, folder)] for split in splits}
 
@@ -78,7 +78,7 @@ def text_problem(
     folder: Path,
     num_train: int = MOST_TRAINING_INPUTS,
 ) -> Problem:
-    """Draws one split: test data first, then training data; the base reads all that is neither test nor validation."""
+    """Draw one split: test data first, then training data; the base reads all that is neither test nor validation."""
     order = np.random.default_rng([42, split]).permutation(len(texts))
     num_test = min(MOST_TEST_INPUTS, len(texts) // 2)
     words = [words_of(text) for text in texts]
@@ -132,14 +132,14 @@ def text_problem(
 
 
 def vocabulary(texts: Any) -> dict[str, int]:
-    """Numbers the words that occur at least `LEAST_COUNT` times, from the first number after the special tokens."""
+    """Number the words that occur at least `LEAST_COUNT` times, from the first number after the special tokens."""
     counts = Counter(word for text in texts for word in text)
     known = sorted(word for word, count in counts.items() if count >= LEAST_COUNT)
     return {word: number for number, word in enumerate(known, start=4)}
 
 
 def token_numbers(texts: Sequence[Sequence[str]], numbers: dict[str, int]) -> Tensor:
-    """Gives the tokens of texts (n, LENGTH): a start, the words, padding; long texts are cut."""
+    """Return the tokens of texts (n, LENGTH): a start, the words, padding; long texts are cut."""
     tokens = torch.full((len(texts), LENGTH), PADDING)
     for row, words in zip(tokens, texts, strict=True):
         found = [START, *(numbers.get(word, UNKNOWN) for word in words)][:LENGTH]
@@ -148,7 +148,7 @@ def token_numbers(texts: Sequence[Sequence[str]], numbers: dict[str, int]) -> Te
 
 
 def train_base(network: nn.Module, examples: Examples, seed: int, recipe: NetworkRecipe) -> None:
-    """Trains a BERT to fill in masked words, and to classify the texts that are labelled.
+    """Train a BERT to fill in masked words, and to classify the texts that are labelled.
 
     The weights of the embedding serve as outputs for words.
     """
@@ -192,7 +192,7 @@ def _classifier(num_tokens: int) -> nn.Module:
 
 
 def _with_adapters(base: nn.Module) -> nn.Module:
-    """Builds a classifier on a copy of the base. Adapters and head are new, and only they require grad."""
+    """Build a classifier on a copy of the base. Adapters and head are new, and only they require grad."""
     from peft import LoraConfig, get_peft_model
 
     assert isinstance(base, TextClassifier)

@@ -25,7 +25,7 @@ _INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 
 
 def rated_snippets(collection: str = "movie") -> tuple[list[str], list[int]]:
-    """Reads the snippets of film ("movie") or product ("amazon") reviews.
+    """Read the snippets of film ("movie") or product ("amazon") reviews.
 
     Gives the texts, and 1 for those whose mean rating is above 0. Snippets whose mean rating is exactly 0 are left out.
     The archive is downloaded with pip if it is missing.
@@ -39,14 +39,14 @@ def rated_snippets(collection: str = "movie") -> tuple[list[str], list[int]]:
 
 
 def parsed(text: str) -> tuple[list[str], list[int]]:
-    """Splits lines of number, mean rating and text."""
+    """Split lines of number, mean rating and text."""
     rows = [line.split("\t") for line in text.splitlines()]
     rated = [(snippet, float(rating)) for _, rating, snippet in rows if float(rating) != 0]
     return [snippet for snippet, _ in rated], [int(rating > 0) for _, rating in rated]
 
 
 def words_of(text: str) -> list[str]:
-    """Splits a text into words in lower case and single signs."""
+    """Split a text into words in lower case and single signs."""
     return re.findall(r"[\w']+|[^\w\s]", text.lower())
 
 

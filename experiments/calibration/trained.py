@@ -36,7 +36,7 @@ Networks = dict[str, nn.Sequential]
 
 
 def table_problems(table_set: TableSet, splits: Sequence[int], folder: Path = CACHE) -> list[Problem]:
-    """Gives the splits of a tabular set with their networks; networks that are not on disk are trained at once."""
+    """Return the splits of a tabular set with their networks; networks that are not on disk are trained at once."""
     parts = {split: split_table(table_set, split) for split in splits}
     num_outputs = _num_outputs(table_set)
     built = {split: _initial(split, parts[split][0].inputs.shape[1], num_outputs) for split in splits}
@@ -67,13 +67,13 @@ def _problem(table_set: TableSet, split: int, parts: Parts, networks: Networks) 
 
 
 def _num_outputs(table_set: TableSet) -> int:
-    """Counts classes over the whole set: a rare class may be absent from one split."""
+    """Count classes over the whole set: a rare class may be absent from one split."""
     targets = table_set.read()[1]
     return targets.shape[1] if table_set.task == "regression" else int(targets.max()) + 1
 
 
 def _seed(split: int, name: str) -> int:
-    """Gives the held-out network the initialisation and batches of the first member, as far as they agree."""
+    """Return the held-out network the initialisation and batches of the first member, as far as they agree."""
     return 100 * split + (int(name.removeprefix("member-")) if name.startswith("member-") else 0)
 
 
@@ -122,7 +122,7 @@ def _save(path: Path, task: Task, networks: Networks) -> None:
 
 
 def _load(path: Path, task: Task, networks: Networks) -> bool:
-    """Loads the weights into the networks; False if this recipe has not trained them yet."""
+    """Load the weights into the networks; False if this recipe has not trained them yet."""
     if not path.exists():
         return False
     with safe_open(path, "pt") as file:

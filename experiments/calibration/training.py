@@ -29,7 +29,7 @@ class NetworkRecipe:
     warm: float = 0.0
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Gives the learning rate of step 0 ≤ `step` < `num_steps`."""
+        """Return the learning rate of step 0 ≤ `step` < `num_steps`."""
         rise = min(1.0, (step + 1) / (self.warm * num_steps)) if self.warm else 1.0
         return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
@@ -37,7 +37,7 @@ class NetworkRecipe:
 def kept_network(
     path: Path, build: Callable[[], nn.Module], train: Callable[[nn.Module], None], seed: int, about: str
 ) -> nn.Module:
-    """Gives a trained network in evaluation mode: from its file, or trained and then kept.
+    """Return a trained network in evaluation mode: from its file, or trained and then kept.
 
     `about` says how it was trained; a file that says otherwise is replaced. Only parameters are kept.
     """
@@ -55,12 +55,12 @@ def kept_network(
 
 
 def described_recipe(recipe: NetworkRecipe, *other: object) -> str:
-    """Gives a short text that changes with the recipe, or with what else is named."""
+    """Return a short text that changes with the recipe, or with what else is named."""
     return hashlib.sha256(json.dumps([asdict(recipe), *map(str, other)]).encode()).hexdigest()[:16]
 
 
 def train_classifier(network: nn.Module, examples: Examples, seed: int, recipe: NetworkRecipe) -> None:
-    """Minimises the cross entropy over the parameters that require grad, in place."""
+    """Minimise the cross entropy over the parameters that require grad, in place."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, recipe.learning_rate, weight_decay=recipe.weight_decay)
     num_steps, step = recipe.epochs * math.ceil(len(examples) / recipe.batch_size), 0

@@ -76,6 +76,12 @@ reproduce-smoke: $(VENV)/.stamp-experiments  ## one tiny configuration of each e
 report: $(VENV)/.stamp-experiments  ## tables and figures from the results at hand
 	$(BIN)/python -m experiments report
 
+.PHONY: calibration
+calibration: $(VENV)/.stamp-test  ## compare calibration with other methods on many data sets (hours; can be stopped and resumed)
+	$(BIN)/python -m experiments.calibration run --kind development
+	$(BIN)/python -m experiments.calibration run --kind report
+	$(BIN)/python -m experiments.calibration report
+
 dist: $(VENV)/.stamp-dist  ## build the sdist and the wheel into dist/
 	rm -rf build dist src/*.egg-info  # whose list of files would outlive MANIFEST.in
 	$(BIN)/python -m build --quiet

@@ -1,0 +1,137 @@
+"""The methods that are compared, one row each; a changed definition is run again."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.calibration import baselines, ours, peers
+from experiments.calibration.prediction import Predicted
+from experiments.calibration.problem import Problem
+from experiments.calibration.sets import Task
+
+PROTOCOL = "1"  # of splits, networks and scores: a new number runs everything again
+BOTH: tuple[Task, ...] = ("regression", "classification")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way from a trained network, or several, to predictions.
+
+    `definition` says all that decides the predictions. `predict` gives the predictions for the test inputs and the
+    seconds that fitting and predicting took.
+    """
+
+    name: str
+    label: str
+    definition: str
+    uses_validation: bool
+    predict: Callable[[Problem], tuple[Predicted, float]]
+    tasks: tuple[Task, ...] = BOTH
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{PROTOCOL}\n{self.name}\n{self.definition}".encode()).hexdigest()[:12]
+
+    def applies_to(self, problem: Problem) -> bool:
+        """Whether the problem has what the method needs."""
+        if problem.task not in self.tasks:
+            return False
+        if self.name == "ensemble":
+            return bool(problem.members)
+        if self.name == "dropout":
+            return problem.dropout_network is not None
+        return not self.name.startswith("laplace-torch") or peers.can_run(problem, self.name)
+
+
+METHODS: tuple[Method, ...] = (
+    Method(
+        "plain",
+        "plain network",
+        "softmax, or one σ: root mean square of the training residuals, pooled over outputs",
+        False,
+        baselines.timed(baselines.plain),
+    ),
+    Method(
+        "noise-validation",
+        "plain network, σ from validation",
+        "held-out network; one σ: root mean square of the validation residuals",
+        True,
+        baselines.timed(baselines.validated_noise),
+        ("regression",),
+    ),
+    Method(
+        "temperature",
+        "temperature scaling",
+        "held-out network; the temperature with the least validation NLL",
+        True,
+        baselines.timed(baselines.temperature_scaling),
+        ("classification",),
+    ),
+    Method(
+        "ensemble",
+        "deep ensemble of 5",
+        "five networks; mean of the probabilities, or the Gaussian with the moments of the mixture",
+        False,
+        baselines.timed(baselines.deep_ensemble),
+    ),
+    Method(
+        "dropout",
+        "Monte-Carlo dropout",
+        "rate 0.1 in training and prediction, 50 draws; σ: root mean square of the training residuals of the mean",
+        False,
+        baselines.timed(baselines.monte_carlo_dropout),
+    ),
+    Method(
+        "laplace-torch-last-layer",
+        "laplace-torch, last layer",
+        "last layer, KFAC; λ (and σ) by the marginal likelihood",
+        False,
+        peers.runner("last_layer", validation=False),
+    ),
+    Method(
+        "laplace-torch-all",
+        "laplace-torch, all weights",
+        "all weights, KFAC; λ (and σ) by the marginal likelihood",
+        False,
+        peers.runner("all", validation=False),
+    ),
+    Method(
+        "laplace-torch-last-layer-validation",
+        "laplace-torch, last layer, grid search",
+        "held-out network; last layer, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, "
+        "21 points",
+        True,
+        peers.runner("last_layer", validation=True),
+    ),
+    Method(
+        "laplace-torch-all-validation",
+        "laplace-torch, all weights, grid search",
+        "held-out network; all weights, KFAC; σ by the marginal likelihood, then λ by the grid search on the NLL, "
+        "21 points",
+        True,
+        peers.runner("all", validation=True),
+    ),
+    Method(
+        "paper",
+        "the paper's posterior, λ = 1",
+        "lowrank-kfac, s = 100, λ = 1, nothing outside",
+        False,
+        baselines.timed(ours.paper),
+    ),
+    Method(
+        "paper-evidence",
+        "the paper's posterior, λ by the evidence",
+        "lowrank-kfac, s = 100, λ by the evidence of KFAC, nothing outside",
+        False,
+        baselines.timed(ours.paper_with_evidence),
+    ),
+    Method("ours", "sublaplace", "all defaults, fit(train)", False, baselines.timed(ours.default)),
+    Method(
+        "ours-validation",
+        "sublaplace with validation data",
+        "held-out network; all defaults, fit(train, validation)",
+        True,
+        baselines.timed(ours.default_with_validation),
+    ),
+)
+BY_NAME = {method.name: method for method in METHODS}

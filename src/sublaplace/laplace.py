@@ -192,10 +192,11 @@ class SubspaceLaplace:
         options = self._resolved
         if val_loader is not None:
             self._require_other_data(train_loader, val_loader)
+            val_loader = self._checked_loader(val_loader, "val_loader", once=True)
         validated = val_loader is not None
         fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
         if val_loader is not None:
-            fitted = tuned_on(fitted, self._checked_loader(val_loader, "val_loader", once=True), progress=progress)
+            fitted = tuned_on(fitted, val_loader, progress=progress)
         self._state = fitted
         self._layout, self._data = fitted.linearization.layout, loader
         self._fingerprint = ParameterLayout.fingerprint(self.model)

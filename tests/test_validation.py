@@ -313,6 +313,13 @@ def test_single_ignored_labels_of_several_add_nothing():
     assert log10(after.prior_precision) == pytest.approx(best_of(loss, la, False)[0], abs=0.06)
 
 
+def test_an_iterator_that_can_be_read_once_is_enough():
+    data = Data("regression")
+    la = data.laplace().fit(data.train)
+    found, expected = la.tuned(iter(data.val)), la.tuned(data.val)
+    assert (found.prior_precision, found.noise_std) == (expected.prior_precision, expected.noise_std)
+
+
 # Few, none, wrong
 
 
@@ -418,8 +425,12 @@ def test_validation_data_beside_a_prior_that_is_given_are_refused(prior):
 
 def test_what_is_no_loader_is_refused():
     data = Data("classification")
+    train = Counting(data.train)
     with pytest.raises(TypeError, match="val_loader needs"):
-        data.laplace().fit(data.train, data.inputs[VAL])
+        data.laplace().fit(train, data.inputs[VAL])
+    with pytest.raises(ValueError, match="not one batch"):
+        data.laplace().fit(train, (data.inputs[VAL], data.targets[VAL]))
+    assert train.reads == 0  # it is said at once
     with pytest.raises(ValueError, match="no noise σ to tune"):
         data.laplace().fit(data.train).tuned(data.val, noise=True)
 

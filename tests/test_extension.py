@@ -69,6 +69,18 @@ def random_directions(context):
 OWN = {"my-largest-gradients": largest_gradients, "my-random-directions": random_directions}
 EVERY_OWN = pytest.mark.parametrize("name", OWN)
 
+# Entered for the tests of this file alone: others look at all that is registered.
+LIKELIHOODS.pop("poisson")
+for _name in OWN:
+    PROJECTORS.pop(_name)
+
+
+@pytest.fixture(autouse=True)
+def entered(monkeypatch):
+    monkeypatch.setitem(LIKELIHOODS, "poisson", Poisson)
+    for name, own in OWN.items():
+        monkeypatch.setitem(PROJECTORS, name, own)
+
 
 def counts_problem(n=12):
     model, inputs = make("mlp", n)

@@ -95,6 +95,8 @@ def test_scores_of_regression_are_those_of_the_predictions(kind, likelihood):
     pooled = residuals.square().mean().sqrt().expand(C)
     training = residuals.square().mean(0).sqrt() if likelihood == Gaussian("per-output") else pooled
     if likelihood == Gaussian(0.7):
+        training = torch.full((C,), 0.7, dtype=torch.float64)  # what was given serves both
+    if likelihood == Gaussian(0.7):
         training = torch.full((C,), 0.7, dtype=torch.float64)  # given, so for both
     own = torch.as_tensor(la.noise_std, dtype=torch.float64).expand(C)
     covariance = la.functional_covariance(inputs[TEST])

@@ -246,14 +246,22 @@ class Counting:
 
 @pytest.mark.parametrize("complement", [None, "auto"])
 @pytest.mark.parametrize("kind", ["classification", "regression"])
-def test_validation_data_are_read_once(kind, complement):
+def test_validation_data_are_read_once_after_a_look_at_their_first_batch(kind, complement):
     data = Data(kind)
     train, val = Counting(data.train), Counting(data.val)
     la = data.laplace(complement=complement).fit(train, val)
-    assert val.reads == 1
-    train.reads = 0
+    assert val.reads == 2
+    train.reads = val.reads = 0
     la.tuned(val)
-    assert (train.reads, val.reads) == (0, 2)
+    assert (train.reads, val.reads) == (0, 1)
+
+
+def test_bad_validation_data_are_found_before_the_training_data_are_read():
+    data = Data("classification")
+    train = Counting(data.train)
+    with pytest.raises(ValueError, match="Labels must lie in"):
+        data.laplace().fit(train, [(data.inputs[VAL], with_first(data.targets[VAL], 5))])
+    assert train.reads == 0
 
 
 def test_a_small_memory_budget_gives_the_same():

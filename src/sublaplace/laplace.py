@@ -22,6 +22,7 @@ from sublaplace.fitting.report import summary_text
 from sublaplace.fitting.saving import model_fingerprint, posterior_from, require_same_model
 from sublaplace.fitting.survey import Survey
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
+from sublaplace.fitting.validation import check_first_batch
 from sublaplace.former_names import refuse_arguments, refuse_member
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
@@ -193,6 +194,8 @@ class SubspaceLaplace:
         if val_loader is not None:
             self._require_other_data(train_loader, val_loader)
             val_loader = self._checked_loader(val_loader, "val_loader", once=True)
+            if not isinstance(val_loader, Iterator):  # faults of the data are found before the work, not after it
+                check_first_batch(val_loader, self._new_linearization(None), options.likelihood)
         validated = val_loader is not None
         fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
         if val_loader is not None:

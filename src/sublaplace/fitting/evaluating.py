@@ -25,7 +25,9 @@ def evaluated(
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with linearization.borrowed():
-        for inputs, targets, _ in batches(tqdm(loader, desc="evaluation", disable=not progress, leave=False)):
+        for inputs, targets, weights in batches(tqdm(loader, desc="evaluation", disable=not progress, leave=False)):
+            if weights is not None:
+                raise ValueError("evaluate counts every input once; give pairs (inputs, targets) without weights.")
             start = 0
             for jacobian in linearization.chunks(linearization.to_device(inputs)):
                 found = targets[start : start + jacobian.num_inputs].to(linearization.device)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from sublaplace.data.batches import batches
 from sublaplace.fitting.fitted import Fitted
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
 from sublaplace.posteriors.sweep import sweep_of
@@ -131,6 +132,15 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     return ValidationData(
         likelihood, unit, taus, outputs, targets, counts, torch.cat([part[3] for part in parts], dim=1)
     )
+
+
+def check_first_batch(loader: Iterable[Any], linearization: Linearization, likelihood: Likelihood) -> None:
+    """Raise ValueError if the first of the validation data do not fit the model or the likelihood."""
+    first = next(batches(loader), None)
+    if first is None:
+        raise ValueError("The validation loader is empty, or nothing in it counts.")
+    outputs = linearization.outputs(first.inputs)
+    likelihood.check_targets(outputs, first.targets.to(linearization.device))
 
 
 def _counted_batches(

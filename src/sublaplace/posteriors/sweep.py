@@ -22,7 +22,10 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Projection
 
 BINS_PER_DECADE = 5
-"""Of KFAC's eigenvalues, which are rounded to their bin's mean: variances are right to about one percent."""
+"""Of KFAC's eigenvalues, which are rounded to their bin's mean: variances are right to about two percent.
+
+On tiny networks, where few eigenvalues carry a variance, single ones are off by up to eight percent.
+"""
 
 _NUMBERS_AT_ONCE = 2**23  # of what differs between the points of a sweep
 _DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin

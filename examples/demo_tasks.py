@@ -26,19 +26,25 @@ class Task:
     train: Data
     validation: Data
     test: Data
+    network_for: Callable[[Data], nn.Module]  # the network as trained, on other data
     num_drawn: int  # the KL divergence and the trace are taken on this many test inputs
     prior_precisions: tuple[float, ...]  # candidates for λ; validation decides where there are several
     dims: tuple[int, ...]  # the values of s in the sweep; the table shows the last one
 
     @property
     def loader(self) -> list[Data]:
-        """The training data in batches; a list is the simplest loader that can be read twice."""
-        return list(zip(*(part.split(BATCH_SIZE) for part in self.train), strict=True))
+        """The training data in batches."""
+        return in_batches(self.train)
 
     @property
     def drawn(self) -> Tensor:
         """The test inputs for the KL divergence and the trace."""
         return self.test[0][: self.num_drawn]
+
+
+def in_batches(data: Data) -> list[Data]:
+    """Return a loader of the data; a list is the simplest one that can be read twice."""
+    return list(zip(*(part.split(BATCH_SIZE) for part in data), strict=True))
 
 
 def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Task:
@@ -49,14 +55,18 @@ def digits_task(num_train: int = 500, width: int = 24, epochs: int = 100) -> Tas
     train, validation, test = (
         (inputs[i], targets[i]) for i in order.split([num_train, 200, len(order) - num_train - 200])
     )
-    model = trained(mlp(64, width, 10, nn.ReLU), train, nn.functional.cross_entropy, epochs, weight_decay=0.0)
+
+    def network_for(data: Data) -> nn.Module:
+        return trained(mlp(64, width, 10, nn.ReLU), data, nn.functional.cross_entropy, epochs, weight_decay=0.0)
+
     return Task(
         name="digits",
         likelihood=Categorical(),
-        model=model,
+        model=network_for(train),
         train=train,
         validation=validation,
         test=test,
+        network_for=network_for,
         num_drawn=100,
         prior_precisions=(10, 20, 50, 100, 200, 500),
         dims=(1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100),
@@ -72,8 +82,12 @@ def gap_task(num_train: int = 150, width: int = 50, epochs: int = 750) -> Task:
     # The network maximises the posterior under the prior of λ = 1, so the Laplace approximation has no parameter left
     # to choose. The loss is the mean squared error, 2σ²/N times the negative log-likelihood.
     prior_precision = 1.0
-    weight_decay = prior_precision * 2 * NOISE_STD**2 / num_train
-    model = trained(mlp(1, width, 1, nn.Tanh), train, nn.functional.mse_loss, epochs, weight_decay)
+
+    def network_for(data: Data) -> nn.Module:
+        weight_decay = prior_precision * 2 * NOISE_STD**2 / len(data[0])
+        return trained(mlp(1, width, 1, nn.Tanh), data, nn.functional.mse_loss, epochs, weight_decay)
+
+    model = network_for(train)
     # As in the paper, σ is the standard deviation of the residuals about their mean. Gaussian() would estimate their
     # root mean square.
     with torch.no_grad():
@@ -85,6 +99,7 @@ def gap_task(num_train: int = 150, width: int = 50, epochs: int = 750) -> Task:
         train=train,
         validation=validation,
         test=test,
+        network_for=network_for,
         num_drawn=200,
         prior_precisions=(prior_precision,),
         dims=(1, 2, 3, 5, 7, 10, 12, 15, 20),

@@ -3,8 +3,10 @@
 Install with ``pip install 'sublaplace[sklearn]'``.
 """
 
+import re
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -12,16 +14,26 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from sublaplace.fitting.map_training import ACTIVATIONS, Hyperparameters, Schedule, Standardisation, mlp, train
+from sublaplace.fitting.map_training import (
+    ACTIVATIONS,
+    Hyperparameters,
+    Schedule,
+    Standardisation,
+    Training,
+    mlp,
+    train,
+)
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
 from sublaplace.options import Captured, Complement, checked_count, checked_positive
 from sublaplace.projectors.registry import Builder, Projector
+from sublaplace.runtime.warning import warn
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.model_selection import train_test_split
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
@@ -49,25 +61,47 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
             batch_size=checked_count(self.batch_size, "batch_size"),
             learning_rate=checked_positive(self.learning_rate, "learning_rate"),
         )
+        fraction = self._validation_fraction()
         seed = int(check_random_state(self.random_state).randint(2**31))
         generator = torch.Generator().manual_seed(seed)
+        held_out = None
+        if fraction is not None:
+            kept, chosen = _split(targets, fraction, likelihood, seed)
+            held_out = [(inputs[chosen], targets[chosen])]
+            inputs, targets = inputs[kept], targets[kept]
         network = mlp(inputs, self._hidden_widths(), num_outputs, self._activation(), generator)
         # Constructed before the training, so that an invalid parameter fails early.
         self._laplace(network, likelihood, 1.0, seed)
         training = train(network, likelihood, inputs, targets, given, schedule, generator)
         network.eval()
+        likelihood, prior = self._for_posterior(training, given, likelihood)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            laplace = self._laplace(network, likelihood, prior, seed).fit([(inputs, targets)], held_out)
+        _warn_again(caught)
+        self.laplace_ = laplace
+        self.prior_precision_ = laplace.prior_precision
+        self.dim_ = laplace.dim
         self.loss_curve_ = training.objective
         self.n_iter_ = len(training.objective)
-        self.prior_precision_ = training.prior_precision
-        with warnings.catch_warnings():
-            # The default dim is often above the rank of a small data set; `dim_` reports the dimension used.
-            warnings.filterwarnings("ignore", message=r"dim=\d+ is above")
-            self.laplace_ = self._laplace(network, training.likelihood, training.prior_precision, seed)
-            self.laplace_.fit([(inputs, targets)])
-        self.dim_ = self.laplace_.dim
+
+    def _for_posterior(
+        self, training: Training, given: Hyperparameters, likelihood: Likelihood
+    ) -> tuple[Likelihood, float | str]:
+        """Return the likelihood and λ of the posterior: as trained, or what `SubspaceLaplace` is to choose.
+
+        Under "auto", a classifier's posterior has its own λ, by leave-one-out. On six development data sets and for
+        three training sizes, the mean NLL was smaller by 0.007 to 0.011 than under the λ of the training, and the mean
+        ECE by 0.006 to 0.012.
+        """
+        if self.prior_precision != "auto":
+            return training.likelihood, training.prior_precision
+        if self.validation_fraction is not None:
+            return likelihood if given.noise_std is None else training.likelihood, "auto"
+        return training.likelihood, training.prior_precision if likelihood.has_noise else "auto"
 
     def _laplace(
-        self, network: torch.nn.Module, likelihood: Likelihood, prior_precision: float, seed: int
+        self, network: torch.nn.Module, likelihood: Likelihood, prior_precision: float | str, seed: int
     ) -> SubspaceLaplace:
         return SubspaceLaplace(
             network,
@@ -80,13 +114,30 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         )
 
     def _prior(self) -> float | None:
+        """Return the λ that the network is trained with; None: tuned by the evidence."""
         if isinstance(self.prior_precision, str):
-            if self.prior_precision != "evidence":
+            if self.prior_precision not in ("auto", "evidence"):
                 raise ValueError(
-                    f"Unknown prior_precision '{self.prior_precision}'; pass a positive number or 'evidence'."
+                    f"Unknown prior_precision '{self.prior_precision}'; pass a positive number, 'auto' or 'evidence'."
                 )
             return None
         return checked_positive(self.prior_precision, "prior_precision")
+
+    def _validation_fraction(self) -> float | None:
+        fraction = self.validation_fraction
+        if fraction is None:
+            return None
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) < 1:
+            raise ValueError(
+                f"The 'validation_fraction' parameter of {type(self).__name__} must be a float in the range "
+                f"(0.0, 1.0) or None. Got {fraction!r} instead."
+            )
+        if self.prior_precision != "auto":
+            raise ValueError(
+                f"validation_fraction has no effect with prior_precision={self.prior_precision!r}, which determines λ. "
+                "Use prior_precision='auto' to tune λ on the held-out data."
+            )
+        return float(fraction)
 
     def _hidden_widths(self) -> list[int]:
         sizes = self.hidden_layer_sizes
@@ -105,11 +156,29 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype)
 
 
+def _warn_again(caught: list[warnings.WarningMessage]) -> None:
+    """Repeat the warnings of a fit in the words of the estimators."""
+    for warning in caught:
+        message = str(warning.message)
+        if warning.category is not UserWarning:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        # The default dim is often above the rank of a small data set; `dim_` reports the dimension used.
+        elif not re.match(r"dim=\d+ is above", message):
+            warn(message.replace("fit(train_loader, val_loader)", "validation_fraction=0.1"))
+
+
+def _split(targets: Tensor, fraction: float, likelihood: Likelihood, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the positions to train on and those held out; for classification, each class has its share in both."""
+    classes = None if likelihood.has_noise else targets.numpy()
+    parts = train_test_split(np.arange(len(targets)), test_size=fraction, random_state=seed, stratify=classes)
+    return torch.tensor(parts[0]), torch.tensor(parts[1])
+
+
 class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
     """Neural network regressor with the uncertainty of a subspace Laplace approximation.
 
     Inputs and targets are standardised internally. Adam with weight decay λ/N trains the network to θ̂, its MAP under
-    the prior N(0, λ⁻¹ I) and the noise σ. Predictions are N(f(x), Σ_P(x) + σ²), linearised at θ̂. Computations are in
+    the prior N(0, λ⁻¹ I) and the noise σ. Predictions are N(f(x), Σ(x) + σ²), linearised at θ̂. Computations are in
     float32 if X is float32, otherwise in float64. Cost: `max_iter` passes over the data, and a few for the posterior.
 
     Args:
@@ -117,18 +186,23 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         activation: "tanh", "relu", "gelu" or "silu".
         projector: the projector that chooses the subspace, as in `SubspaceLaplace`.
         dim: the dimension s of the subspace, as in `SubspaceLaplace`; at most the rank, see `dim_`.
-        complement: the approximation outside of the subspace, as in `SubspaceLaplace`.
-        prior_precision: λ > 0, or "evidence" to tune λ by the evidence during training.
+        complement: the approximation outside of the subspace, as in `SubspaceLaplace`; by default KFAC with a fitted
+            weight around a low-rank subspace.
+        prior_precision: λ > 0 of the training and the posterior, or "evidence" to tune this λ by the evidence during
+            training. "auto": the same as "evidence", unless there are validation data.
         noise_std: σ in the units of y, one number or one per target. With None, the evidence tunes one number for all
             standardised targets.
         learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
         batch_size: inputs per step.
         max_iter: passes over the data.
-        random_state: the seed of the weights, of the order of the data and of the drawn subspace inputs.
+        validation_fraction: the share of the training data, between 0 and 1, that is held out to tune λ and σ of the
+            posterior (σ unless it is given). None: all data train the network.
+        random_state: the seed of the weights, of the order of the data, of the drawn subspace inputs and of the
+            held-out data.
 
     Attributes:
         laplace_: the fitted `SubspaceLaplace`, which takes X without preprocessing and predicts standardised targets.
-        prior_precision_: λ, as used.
+        prior_precision_: λ of the posterior, as used.
         noise_std_: σ in the units of y, as used.
         dim_: s, as used.
         loss_curve_: the objective after each pass, mean −ln p(y|f) + λ/2N ‖θ‖² of standardised targets.
@@ -142,12 +216,13 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         *,
         projector: str | Projector | Builder | None = "lowrank-kfac",
         dim: int | Captured | None = None,
-        complement: str | Complement | None = None,
-        prior_precision: float | str = "evidence",
+        complement: str | Complement | None = "auto",
+        prior_precision: float | str = "auto",
         noise_std: float | Sequence[float] | None = None,
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
+        validation_fraction: float | None = None,
         random_state: Any = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
@@ -160,6 +235,7 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         self.learning_rate = learning_rate
         self.batch_size = batch_size
         self.max_iter = max_iter
+        self.validation_fraction = validation_fraction
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -177,7 +253,9 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         Returns:
             The fitted estimator.
         """
-        inputs, values = validate_data(self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True)
+        inputs, values = validate_data(
+            self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2
+        )
         targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1))
         standardise = Standardisation(targets)
         self._target_mean = standardise.mean.numpy()
@@ -205,7 +283,7 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
     def predict(self, X: ArrayLike, return_std: bool = False, return_cov: bool = False) -> Any:
         """Predict the mean and, on request, the standard deviation or joint covariance of new observations at X.
 
-        Both include the noise, std² = Σ_P(x) + σ², as in a `GaussianProcessRegressor` with a `WhiteKernel`. Without the
+        Both include the noise, std² = Σ(x) + σ², as in a `GaussianProcessRegressor` with a `WhiteKernel`. Without the
         noise, the variance is std² − noise_std_². Cost: one pass; the joint covariance takes (n · n_targets)² numbers.
 
         Args:
@@ -256,18 +334,24 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         activation: "tanh", "relu", "gelu" or "silu".
         projector: the projector that chooses the subspace, as in `SubspaceLaplace`.
         dim: the dimension s of the subspace, as in `SubspaceLaplace`; at most the rank, see `dim_`.
-        complement: the approximation outside of the subspace, as in `SubspaceLaplace`.
-        prior_precision: λ > 0, or "evidence" to tune λ by the evidence during training.
+        complement: the approximation outside of the subspace, as in `SubspaceLaplace`; by default KFAC around a
+            low-rank subspace.
+        prior_precision: λ > 0 of the training and the posterior, or "evidence" to tune this λ by the evidence during
+            training. "auto": the evidence tunes λ of the training, and the posterior has its own λ, as in
+            `SubspaceLaplace`.
         link: how logits become probabilities: "probit", "mc" or "bridge".
         learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
         batch_size: inputs per step.
         max_iter: passes over the data.
-        random_state: the seed of the weights, of the order of the data and of the drawn subspace inputs.
+        validation_fraction: the share of the training data, between 0 and 1, that is held out, stratified by class, to
+            tune λ of the posterior. None: all data train the network.
+        random_state: the seed of the weights, of the order of the data, of the drawn subspace inputs and of the
+            held-out data.
 
     Attributes:
         classes_: the labels, in the order of the columns of `predict_proba`.
         laplace_: the fitted `SubspaceLaplace`, which takes X without preprocessing.
-        prior_precision_: λ, as used.
+        prior_precision_: λ of the posterior, as used.
         dim_: s, as used.
         loss_curve_: the objective after each pass, mean −ln p(y|f) + λ/2N ‖θ‖².
         n_iter_: the number of passes.
@@ -280,12 +364,13 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         *,
         projector: str | Projector | Builder | None = "lowrank-kfac",
         dim: int | Captured | None = None,
-        complement: str | Complement | None = None,
-        prior_precision: float | str = "evidence",
+        complement: str | Complement | None = "auto",
+        prior_precision: float | str = "auto",
         link: str = "probit",
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
+        validation_fraction: float | None = None,
         random_state: Any = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
@@ -298,6 +383,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         self.learning_rate = learning_rate
         self.batch_size = batch_size
         self.max_iter = max_iter
+        self.validation_fraction = validation_fraction
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> "SubspaceLaplaceClassifier":

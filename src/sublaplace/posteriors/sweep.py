@@ -34,6 +34,10 @@ _DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin
 class Sweep(Protocol):
     """V at several points (τ, w)."""
 
+    @property
+    def numbers_per_row(self) -> int:
+        """How many numbers are kept per row of a Jacobian while its points are evaluated."""
+
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
 
@@ -74,6 +78,10 @@ class SubspaceSweep:
         values, turn = _diagonalised(posterior.curvature / posterior.unit, posterior.gram)
         return cls(posterior.projection, values, turn)
 
+    @property
+    def numbers_per_row(self) -> int:
+        return len(self.values)
+
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
         return _weighted_products(rows, 1 / (self.values + taus[:, None]), whole)
@@ -99,6 +107,10 @@ class ExactSweep:
         kept = values > len(values) * torch.finfo(torch.float64).eps * values[-1].clamp_min(0)
         values, vectors = values[kept], vectors[:, kept]
         return cls(values, posterior.rows.T @ vectors / (values * posterior.scale).sqrt())
+
+    @property
+    def numbers_per_row(self) -> int:
+        return sum(self.vectors.shape)
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
@@ -188,6 +200,10 @@ class ComplementSweep:
         }
         projection = None if posterior is None else posterior.projection
         return cls(projection, values, turn, means[used], parts, grams[used])
+
+    @property
+    def numbers_per_row(self) -> int:
+        return len(self.eigenvalues) * (2 * len(self.values) + 1)
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""

@@ -22,15 +22,15 @@ def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(caps
 
 
 def test_the_comparison_with_gaussian_processes_has_all_methods():
-    found = sklearn_comparison.comparison(seeds=1, max_iter=3, num_train=30)
-    assert len(found) == 2 * 4
+    found = sklearn_comparison.comparison(seeds=1, max_iter=3, num_train=110)
+    assert len(found) == 2 * 5
     for data in ("diabetes", "digits"):
-        plain, subspace = (
+        plain, *posteriors = (
             next(runs[0] for (name, method), runs in found.items() if name == data and method.startswith(kind))
-            for kind in ("plain", "subspace")
+            for kind in ("plain", "bare", "default", "default, validation")
         )
-        assert plain["NLL"] != subspace["NLL"]
-    assert sklearn_comparison.markdown(found).count("\n| di") == 8
+        assert all(scores["NLL"] != plain["NLL"] for scores in posteriors)
+    assert sklearn_comparison.markdown(found).count("\n| di") == 10
 
 
 def test_the_example_of_unfamiliar_images_scores_and_draws(tmp_path):

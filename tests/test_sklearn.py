@@ -16,8 +16,13 @@ from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import check_estimator
 from test_laplace import sized
 
-from sublaplace import PROJECTORS
-from sublaplace.sklearn import SubspaceLaplaceClassifier, SubspaceLaplaceRegressor, log_predictive_density
+from sublaplace import PROJECTORS, Categorical, SubspaceLaplace
+from sublaplace.sklearn import (
+    SubspaceLaplaceClassifier,
+    SubspaceLaplaceRegressor,
+    _split,
+    log_predictive_density,
+)
 
 BOTH = [SubspaceLaplaceClassifier, SubspaceLaplaceRegressor]
 POSTERIORS = [(projector, None) for projector in [*PROJECTORS, "full"]] + [
@@ -114,6 +119,68 @@ def test_noise_and_prior_precision_are_found_or_taken_as_given():
     np.testing.assert_allclose(each.noise_std_, [30.0, 2.0])
 
 
+def test_by_default_kfac_is_outside_with_a_fitted_weight_for_regression(iris, diabetes):
+    classifier = SubspaceLaplaceClassifier(max_iter=10, random_state=0).fit(*iris)
+    assert classifier.laplace_.complement_weight == 1.0
+    regressor = SubspaceLaplaceRegressor(max_iter=10, random_state=0).fit(*diabetes)
+    assert regressor.laplace_.complement_weight not in (None, 1.0)
+    bare = clone(regressor).set_params(complement=None).fit(*diabetes)
+    assert bare.laplace_.complement_weight is None
+    assert bare.prior_precision_ == regressor.prior_precision_  # of the training, whatever the posterior
+    np.testing.assert_array_equal(bare.predict(diabetes[0]), regressor.predict(diabetes[0]))
+
+
+def test_only_auto_gives_the_posterior_of_a_classifier_a_prior_precision_of_its_own(iris):
+    auto = SubspaceLaplaceClassifier(max_iter=20, random_state=0).fit(*iris)
+    trained = clone(auto).set_params(prior_precision="evidence").fit(*iris)
+    assert trained.loss_curve_ == auto.loss_curve_  # the same network
+    assert auto.prior_precision_ != trained.prior_precision_
+    direct = SubspaceLaplace(auto.laplace_.model, "classification").fit(
+        [(torch.tensor(iris[0]), torch.tensor(iris[1]))]
+    )
+    assert auto.prior_precision_ == pytest.approx(direct.prior_precision, rel=0.5)  # other inputs are drawn
+    given = clone(auto).set_params(prior_precision=3.0).fit(*iris)
+    assert given.prior_precision_ == given.laplace_.prior_precision == 3.0
+
+
+@pytest.mark.parametrize("estimator", BOTH)
+def test_a_part_of_the_data_is_held_out_to_tune_prior_precision_and_noise(estimator, iris, diabetes):
+    inputs, targets = iris if estimator is SubspaceLaplaceClassifier else diabetes
+    fitted = estimator(max_iter=20, validation_fraction=0.2, random_state=0).fit(inputs, targets)
+    summary = fitted.laplace_.summary()
+    assert f"{round(0.2 * len(inputs) + 0.4)} validation inputs" in summary
+    kept = len(inputs) - round(0.2 * len(inputs) + 0.4)
+    assert f"{kept} inputs" in summary
+    again = clone(fitted).fit(inputs, targets)
+    assert again.prior_precision_ == fitted.prior_precision_ == fitted.laplace_.prior_precision
+    assert clone(fitted).set_params(random_state=1).fit(inputs, targets).prior_precision_ != fitted.prior_precision_
+
+
+def test_a_given_noise_is_not_tuned_on_validation_data(diabetes):
+    options = {"max_iter": 20, "validation_fraction": 0.2, "random_state": 0}
+    given = SubspaceLaplaceRegressor(noise_std=30.0, **options).fit(*diabetes)
+    assert given.noise_std_ == pytest.approx(30.0)
+    tuned = SubspaceLaplaceRegressor(**options).fit(*diabetes)
+    assert tuned.noise_std_ != pytest.approx(30.0)
+
+
+def test_every_class_keeps_its_share_in_the_held_out_data():
+    inputs = np.random.RandomState(0).randn(100, 2)
+    labels = np.repeat([0, 1], [90, 10])
+    kept, held_out = _split(torch.tensor(labels), 0.2, Categorical(), seed=0)
+    assert [int(labels[part].sum()) for part in (kept, held_out)] == [8, 2]
+    assert sorted([*kept.tolist(), *held_out.tolist()]) == list(range(100))
+    with pytest.raises(ValueError, match="least populated class"):
+        SubspaceLaplaceClassifier(validation_fraction=0.2).fit(inputs, np.repeat([0, 1], [99, 1]))
+
+
+def test_warnings_name_the_parameter_of_the_estimator():
+    inputs = np.linspace(-1, 1, 40)[:, None]
+    with pytest.warns(UserWarning, match="validation data would tell more: validation_fraction=0.1") as caught:
+        SubspaceLaplaceClassifier(max_iter=1, random_state=0).fit(inputs, np.arange(40) % 2)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_dtype_of_the_inputs_is_kept(dtype, iris, diabetes):
     classifier = SubspaceLaplaceClassifier(max_iter=5).fit(iris[0].astype(dtype), iris[1])
@@ -184,9 +251,16 @@ def test_pickled_estimators_predict_the_same(projector, complement, iris, diabet
         ({"batch_size": 1.5}, "batch_size must be a positive integer"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"prior_precision": "best"}, "Unknown prior_precision 'best'"),
-        ({"prior_precision": "marglik"}, "Unknown prior_precision 'marglik'; pass a positive number or 'evidence'"),
+        ({"prior_precision": "marglik"}, "Unknown prior_precision 'marglik'; pass a positive number, 'auto' or"),
+        ({"validation_fraction": 1.0}, r"must be a float in the range \(0.0, 1.0\) or None. Got 1.0 instead"),
+        ({"validation_fraction": 0}, r"The 'validation_fraction' parameter of SubspaceLaplace.* Got 0 instead"),
+        ({"validation_fraction": "half"}, "Got 'half' instead"),
+        ({"validation_fraction": float("nan")}, "Got nan instead"),
+        ({"validation_fraction": 0.2, "prior_precision": 1.0}, "no effect with prior_precision=1.0"),
+        ({"validation_fraction": 0.2, "prior_precision": "evidence"}, "no effect with prior_precision='evidence'"),
         ({"projector": "full", "dim": 5}, "dim has no effect: projector='full' has its own"),
-        ({"projector": None, "dim": 5}, "projector=None leaves no uncertainty"),
+        ({"projector": None, "dim": 5}, "dim has no effect: projector=None has no subspace"),
+        ({"projector": None, "complement": None}, "projector=None leaves no uncertainty"),
         ({"projector": "best"}, "Unknown projector 'best'"),
         ({"complement": "full"}, "Unknown complement 'full'"),
     ],

@@ -253,3 +253,15 @@ def test_rows_are_formed_once_for_several_products_where_that_takes_little_memor
     assert jacobian.formed(4 * rows - 1) is jacobian
     formed = jacobian.formed(4 * rows).blocks
     assert any(isinstance(jacobian.blocks[name], OuterBlock) and isinstance(formed[name], RowBlock) for name in formed)
+
+
+GENERAL_PATH = {"free-parameters", "lstm", "gru"}
+"""Networks with parameters that no rule covers."""
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_parameter_has_a_rule_where_one_is_expected(name):
+    model, inputs = make(name, 4)
+    linearization = Linearization(model)
+    linearization.jacobian(inputs)
+    assert bool(linearization.unusual_parameters()) == (name in GENERAL_PATH)

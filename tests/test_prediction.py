@@ -178,7 +178,7 @@ def test_what_has_no_interval_or_no_probabilities_says_so():
     with pytest.raises(ValueError, match="Classes have no interval; use probabilities"):
         la.predict(inputs).interval(0.9)
     la, inputs = fitted("regression")
-    with pytest.raises(ValueError, match="has no probabilities; use mean, variance and interval"):
+    with pytest.raises(ValueError, match="has no probabilities; use mean and variance"):
         _ = la.predict(inputs).probabilities
     for level in (0.0, 1.0, -1, 2, float("nan")):
         with pytest.raises(ValueError, match="level must lie between 0 and 1"):

@@ -81,6 +81,8 @@ class Evaluation:
         Raises:
             ImportError: if matplotlib is not installed.
         """
+        if self.posterior.curve is None:
+            raise ValueError("This likelihood has neither classes nor intervals, so there is no calibration to draw.")
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
@@ -94,7 +96,7 @@ class Evaluation:
         classes = "accuracy" in self.plain.scores
         axes.set_xlabel("confidence" if classes else "level of the interval")
         axes.set_ylabel("accuracy" if classes else "share of targets inside")
-        axes.legend()
+        axes.legend(loc="lower right")
         return axes
 
 

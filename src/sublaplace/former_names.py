@@ -25,8 +25,13 @@ _MEMBERS = {
 }
 
 
-def refuse_arguments(given: dict[str, Any]) -> None:
-    """Raise TypeError for keyword arguments that do not exist, naming the new spelling of former ones."""
+def refuse_arguments(positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that do not exist, naming the new spelling of former ones."""
+    if positional:
+        raise TypeError(
+            "SubspaceLaplace takes the model, the likelihood and dim in this order; all other arguments need their "
+            f"names, as in projector='lowrank-kfac', prior_precision=1.0. Without a name there is {positional[0]!r}."
+        )
     for name in given:
         if name in _ARGUMENTS:
             raise TypeError(f"The argument '{name}' of version 0.1 went; its place is {_ARGUMENTS[name]}.")

@@ -80,6 +80,7 @@ class SubspaceLaplace:
         labels_key: where a batch that is a mapping holds its targets; all else in it is given to the model.
         seed: of the library's own generators; the global random state is never touched.
         resources: memory, scratch folder and tolerances, see `Resources`.
+        positional: arguments of version 0.1 without their names, refused.
         former: arguments of version 0.1, refused with their new spelling.
     """
 
@@ -88,7 +89,7 @@ class SubspaceLaplace:
         model: nn.Module,
         likelihood: str | Likelihood,
         dim: int | Captured | None = None,
-        *,
+        *positional: Any,
         projector: str | Projector | Builder | None = "lowrank-kfac",
         complement: str | Complement | None = "auto",
         prior_precision: float | str = "auto",
@@ -100,7 +101,7 @@ class SubspaceLaplace:
         resources: Resources | None = None,
         **former: Any,
     ) -> None:
-        refuse_arguments(former)
+        refuse_arguments(positional, former)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
         self.model = model
@@ -322,7 +323,7 @@ class SubspaceLaplace:
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
-    def evaluate(self, loader: Iterable[Any], progress: bool = False) -> Evaluation:
+    def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
         """Return scores of the plain network beside the posterior's, on data that neither has seen.
 
         NLL, accuracy, ECE and Brier score for classes; NLL, RMSE, CRPS and the coverage of 90 % intervals for
@@ -342,7 +343,7 @@ class SubspaceLaplace:
 
     # Held against the full Laplace approximation ----------------------------------------------------------------------
 
-    def bounds(self, x: Any, train_loader: Iterable[Any] | None = None, progress: bool = False) -> Bounds:
+    def bounds(self, x: Any, train_loader: Iterable[Any] | None = None, *, progress: bool = False) -> Bounds:
         """Return covariances between which the full Laplace approximation lies for each input: lower ≼ Σ ≼ upper.
 
         The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
@@ -366,7 +367,7 @@ class SubspaceLaplace:
         probabilities = fitted.survey.likelihood.probability_interval(torch.cat(outputs), *variances)
         return Bounds(*ends, probabilities)
 
-    def captured_share(self, x: Any, train_loader: Iterable[Any] | None = None, progress: bool = False) -> Tensor:
+    def captured_share(self, x: Any, train_loader: Iterable[Any] | None = None, *, progress: bool = False) -> Tensor:
         """Return the guaranteed share of the full trace for every leading dimension: (s,) in float64.
 
         That is Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs. Arguments as of `bounds`.
@@ -528,7 +529,7 @@ class SubspaceLaplace:
         prior = checked_positive(prior_precision, "prior_precision")
         return self._with(fitted.with_prior(prior))
 
-    def updated(self, loader: Iterable[Any], progress: bool = False) -> "SubspaceLaplace":
+    def updated(self, loader: Iterable[Any], *, progress: bool = False) -> "SubspaceLaplace":
         """Return a new posterior that has also seen `loader`: that of a fit on both with the same P, λ and weight.
 
         Args:

@@ -135,7 +135,7 @@ class Options:
     def leaves_one_out(self) -> bool:
         """Whether λ is chosen by leave-one-out: "auto" for classification in a low-rank subspace."""
         low_rank = self.projector is not None and self.projector.needs_inputs
-        return self.prior_precision == AUTO and low_rank and not self.likelihood.has_noise
+        return self.prior_precision == AUTO and low_rank and self.likelihood.has_probabilities
 
     @property
     def label(self) -> str:
@@ -286,6 +286,8 @@ def checked_dim(dim: Any) -> int | Captured:
         return dim
     if isinstance(dim, str) and dim == AUTO:
         raise ValueError("dim='auto' is now dim=Captured(0.5, at_most=500), with the share to be guaranteed.")
+    if isinstance(dim, str) and (dim in PROJECTORS or dim == FULL.name):
+        raise TypeError(f"The third argument is now dim; name the projector, as in projector='{dim}'.")
     if isinstance(dim, bool) or not hasattr(dim, "__index__"):
         raise TypeError(f"dim must be an integer or Captured(share), not {dim!r}.")
     dim = operator.index(dim)

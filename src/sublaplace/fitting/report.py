@@ -27,7 +27,7 @@ def summary_text(title: str, fitted: Fitted) -> str:
     if likelihood.has_noise:
         stds = ", ".join(f"{variance**0.5:.6g}" for variance in likelihood.noise_variances)
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
-    if not likelihood.has_noise and "validation" not in fitted.chosen_by:
+    if likelihood.has_probabilities and "validation" not in fitted.chosen_by:
         lines.append(_line("", "chosen without validation data, which would help: fit(train_loader, val_loader)"))
     lines.append(
         _line(

@@ -83,11 +83,20 @@ class Network:
         try:
             with capture:
                 return capture, self._checked(self.forward(self.model, inputs), inputs)
-        except RuntimeError:
+        except RuntimeError as error:
             if not self._channels_last:
+                self._require_same_type(inputs, error)
                 raise
             self._channels_last = False  # the network needs the default order, perhaps for a view
             return self.watched(inputs, **options)
+
+    def _require_same_type(self, inputs: Any, error: RuntimeError) -> None:
+        """Raise ValueError if a forward pass failed with inputs of another floating-point type than the model's."""
+        leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        other = next((leaf.dtype for leaf in leaves if leaf.dtype != self.dtype), None)
+        if other is not None:
+            message = f"The inputs are {other}, but the model is {self.dtype}; convert them with x.to({self.dtype})."
+            raise ValueError(message) from error
 
     def _checked(self, outputs: Any, inputs: Any) -> Tensor:
         n = num_inputs(inputs)

@@ -11,7 +11,7 @@ from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.general import general_rows
 from sublaplace.jacobians.jacobian import Jacobian, non_finite_jacobian
 from sublaplace.jacobians.network import Network
-from sublaplace.jacobians.plan import Plan, batch_axis, depends_on_batch, first_difference, signature
+from sublaplace.jacobians.plan import Plan, batch_axis, depends_on_batch, described, first_difference, signature
 
 _PROBED_ROWS = 2  # rows of the Jacobian that checks a new sequence of calls
 
@@ -42,6 +42,13 @@ def probed(network: Network, inputs: Any, jacobian_of: JacobianOf) -> Plan:
     for part, alone in ((outputs[:2], fewer), (outputs[1:], later)):
         if not torch.allclose(part, alone, rtol=tolerance, atol=tolerance * float(outputs.abs().max())):
             raise ValueError(depends_on_batch("outputs"))
+    with torch.no_grad():
+        plain = network.forward(network.model, three)
+    if not torch.allclose(outputs, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max())):
+        raise RuntimeError(
+            "The network gives other outputs when its calls are recorded. A rule for one of its operations changes "
+            f"what it computes; the recorded calls are: {described(first.calls)}."
+        )
     axes = [batch_axis(a, b, tolerance) for a, b in zip(first.calls, second.calls, strict=True)]
     plan = Plan(signature(first.calls), axes, frozenset(), dict(first.unusual), first.last_linear, outputs.shape[1])
     unbatched = frozenset(

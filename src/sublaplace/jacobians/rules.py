@@ -71,7 +71,7 @@ def _stacked(gradients: Gradients, source: Tensor, width: int) -> Tensor:
     return torch.empty(len(source), 0, *source.shape[1:], width, device=source.device)
 
 
-def _rows(source: Tensor, rows: Gradients, size: int) -> RowBlock:
+def rows_of(source: Tensor, rows: Gradients, size: int) -> RowBlock:
     """Return the block of K tensors (n, size), also for K = 0."""
     return RowBlock(torch.stack(rows, dim=1) if rows else source.new_empty(len(source), 0, size))
 
@@ -238,10 +238,10 @@ def _norm(function: Callable[..., Tensor], trailing: bool) -> Callable[..., Use 
             return function(**plain).unflatten(0, x.shape[:2])
 
         def build_scale(x: Tensor, gradients: Gradients) -> Block:
-            return _rows(x, tuple(reduce(g * normalised(x)) for g in gradients), size)
+            return rows_of(x, tuple(reduce(g * normalised(x)) for g in gradients), size)
 
         def build_shift(x: Tensor, gradients: Gradients) -> Block:
-            return _rows(x, tuple(map(reduce, gradients)), size)
+            return rows_of(x, tuple(map(reduce, gradients)), size)
 
         def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
             wrapped = {k: wrap(v) for k, v in (("weight", weight), ("bias", bias)) if v is not None}
@@ -285,7 +285,7 @@ def _elementwise(
 
         def build(x: Tensor, gradients: Gradients) -> Block:
             factor = coefficient(place, x)
-            return _rows(x, tuple(reduce(g * factor) for g in gradients), parameter.numel())
+            return rows_of(x, tuple(reduce(g * factor) for g in gradients), parameter.numel())
 
         def run(x: Tensor, wrap: Callable[[Tensor], Tensor]) -> Tensor:
             return function(wrap(parameter), x) if place == 0 else function(x, wrap(parameter))

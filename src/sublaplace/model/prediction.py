@@ -50,14 +50,14 @@ class Prediction:
         found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
         if found is None:
             raise ValueError(
-                f"A prediction of kind '{self.likelihood.name}' has no probabilities; use mean, variance and interval."
+                f"A prediction of kind '{self.likelihood.name}' has no probabilities; use mean and variance."
             )
         return found
 
     @property
     def has_probabilities(self) -> bool:
         """Whether the likelihood is one of classes or yes/no outputs."""
-        return self.likelihood.plain_probabilities(self.mean[:1]) is not None
+        return self.likelihood.has_probabilities
 
     @cached_property
     def total(self) -> Tensor:
@@ -109,10 +109,10 @@ class Prediction:
         Raises:
             ValueError: for a likelihood without noise, whose targets have no such variance.
         """
-        if not self.likelihood.has_noise:
+        if not self.likelihood.has_target_variance:
             raise ValueError(
                 f"A likelihood of kind '{self.likelihood.name}' has no noise variance; use mean and covariance, which "
-                "are those of the outputs."
+                "are those of the outputs, or give it `noise_variances`."
             )
         return torch.tensor(self.likelihood.noise_variances, dtype=self.mean.dtype, device=self.mean.device)
 

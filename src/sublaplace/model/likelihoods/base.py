@@ -136,6 +136,16 @@ class Likelihood(ABC):
         return (1.0,)
 
     @property
+    def has_probabilities(self) -> bool:
+        """Whether targets are classes or yes/no, so that there are `probabilities`."""
+        return False
+
+    @property
+    def has_target_variance(self) -> bool:
+        """Whether `noise_variances` is the variance of targets given the outputs, so that there are intervals."""
+        return type(self).noise_variances is not Likelihood.noise_variances and not self.has_probabilities
+
+    @property
     def needs_variances_only(self) -> bool:
         """Whether predictive densities depend on the outputs' variances alone, not on their covariance."""
         return False

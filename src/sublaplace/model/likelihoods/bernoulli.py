@@ -37,6 +37,10 @@ class Bernoulli(Likelihood):
         return (PROBIT_VARIANCE,)
 
     @property
+    def has_probabilities(self) -> bool:
+        return True
+
+    @property
     def needs_variances_only(self) -> bool:
         return True
 

@@ -36,6 +36,10 @@ class Categorical(Likelihood):
         return (PROBIT_VARIANCE,)
 
     @property
+    def has_probabilities(self) -> bool:
+        return True
+
+    @property
     def needs_variances_only(self) -> bool:
         return True
 

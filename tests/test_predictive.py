@@ -179,7 +179,7 @@ def test_a_prediction_of_regression_has_covariances_and_no_probabilities():
     prediction, _ = predicted(Gaussian((0.5, 2.0)), outputs, covariance)
     noise = torch.diag(torch.tensor([0.25, 4.0], dtype=torch.float64))
     assert not prediction.has_probabilities
-    with pytest.raises(ValueError, match="'regression' has no probabilities; use mean, variance and interval"):
+    with pytest.raises(ValueError, match="'regression' has no probabilities; use mean and variance"):
         _ = prediction.probabilities
     assert torch.equal(prediction.covariance, covariance)
     assert torch.equal(prediction.epistemic, covariance)

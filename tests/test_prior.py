@@ -1,3 +1,5 @@
+import warnings
+
 """The evidence against brute force and against laplace-torch, and the λ and σ that maximise it."""
 
 from itertools import pairwise
@@ -545,7 +547,7 @@ def test_too_few_validation_data_leave_the_prior_as_it_was():
     [
         ({"method": "validation"}, "val_loader"),
         ({"method": "validation", "val_loader": []}, "empty"),
-        ({"method": "validation", "val_loader": iter([])}, "one-shot"),
+        ({"method": "validation", "val_loader": iter([])}, "empty"),
         ({"method": "gridsearch"}, "val_loader"),
         ({"method": "marglik", "val_loader": []}, "val_loader has no effect with method='marglik'"),
         ({"method": "grid"}, "Unknown method 'grid'; choose 'marglik' or 'validation'"),
@@ -559,6 +561,14 @@ def test_what_cannot_be_optimized_is_an_error_that_changes_nothing(options, mess
         la.optimize_prior_precision(**options)
     assert la.prior_precision == PRIOR
     assert torch.equal(la.functional_covariance(inputs), covariance)
+
+
+def test_validation_data_may_come_from_an_iterator_since_they_are_read_once():
+    la, inputs, targets = fitted("classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, other = la.tuned(iter(loader(inputs, targets))), la.tuned(loader(inputs, targets))
+    assert one.prior_precision == other.prior_precision
 
 
 def test_validation_labels_out_of_range_are_refused():

@@ -1,7 +1,6 @@
-import warnings
-
 """The evidence against brute force and against laplace-torch, and the λ and σ that maximise it."""
 
+import warnings
 from itertools import pairwise
 from math import exp, log, log10
 from pathlib import Path

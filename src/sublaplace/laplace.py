@@ -39,9 +39,7 @@ from sublaplace.options import (
     Complement,
     Options,
     Resources,
-    checked_count,
     checked_options,
-    checked_positive,
     option_from,
     plain_numbers,
     require_cpu_for,
@@ -50,6 +48,7 @@ from sublaplace.posteriors.certificate import Bounds, Certificate
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projectors.registry import Builder, Projector, restored_projector
 from sublaplace.runtime import files
+from sublaplace.runtime.checks import checked_count, checked_positive
 from sublaplace.runtime.distributed import shared_out
 from sublaplace.runtime.memory import require
 

@@ -4,16 +4,16 @@ import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sublaplace.data.loaders import with_labels_under
 from sublaplace.data.subspace_inputs import Drawn, Given, Perturbed, SubspaceInputs
 from sublaplace.model.likelihoods.base import LIKELIHOODS, Likelihood
 from sublaplace.projectors.registry import FULL, PROJECTORS, Builder, Projector
+from sublaplace.runtime.checks import checked_count, checked_positive, checked_seed, checked_share, checked_tolerance
 
 AUTO, EVIDENCE, FITTED = "auto", "evidence", "fitted"
 
@@ -83,7 +83,7 @@ class Resources:
         if self.memory_budget is not None:
             checked_count(self.memory_budget, "memory_budget")
         if self.direction_tolerance is not None:
-            object.__setattr__(self, "direction_tolerance", _checked_tolerance(self.direction_tolerance))
+            object.__setattr__(self, "direction_tolerance", checked_tolerance(self.direction_tolerance))
         if self.scratch_folder is not None and not os.path.isdir(self.scratch_folder):
             raise ValueError(f"scratch_folder={os.fspath(self.scratch_folder)!r} is not a folder; create it first.")
 
@@ -394,46 +394,3 @@ def require_cpu_for(folder: str | os.PathLike[str] | None, model: nn.Module) -> 
     """Raise ValueError if vectors are to be kept in files for a model that is not on the CPU."""
     if folder is not None and any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("scratch_folder keeps vectors in files, which only a model on the CPU can use.")
-
-
-def checked_share(share: Any, name: str) -> float:
-    """Return a share of the trace, between 0 and 1."""
-    value = checked_positive(share, name)
-    if value >= 1:
-        raise ValueError(f"{name} is a share of the trace and must lie between 0 and 1, but it is {value}.")
-    return value
-
-
-def checked_positive(number: Any, name: str) -> float:
-    """Return a positive, finite number."""
-    try:
-        value = float(number.detach() if isinstance(number, Tensor) else number)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one positive number, not {number!r}.") from None
-    if not (isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be positive and finite, but it is {value}.")
-    return value
-
-
-def checked_count(count: Any, name: str) -> int:
-    """Return a positive integer."""
-    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
-        raise ValueError(f"{name} must be a positive integer, not {count!r}.")
-    return operator.index(count)
-
-
-def checked_seed(seed: Any) -> int:
-    """Return an integer."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer, not {seed!r}.")
-    return operator.index(seed)
-
-
-def _checked_tolerance(tolerance: Any) -> float:
-    try:
-        value = float(tolerance)
-    except (TypeError, ValueError):
-        raise TypeError(f"direction_tolerance must be a number, not {tolerance!r}.") from None
-    if not 0 <= value < 1:
-        raise ValueError(f"direction_tolerance is a share of a trace and must lie in [0, 1), but it is {value}.")
-    return value

@@ -27,8 +27,9 @@ from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
-from sublaplace.options import Captured, Complement, checked_count, checked_positive
+from sublaplace.options import Captured, Complement
 from sublaplace.projectors.registry import Builder, Projector
+from sublaplace.runtime.checks import checked_count, checked_positive
 from sublaplace.runtime.warning import warn
 
 try:

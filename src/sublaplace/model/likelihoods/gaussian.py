@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, pi
+from math import pi
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.runtime.checks import checked_positive
 
 POOLED, PER_OUTPUT = "pooled", "per-output"
 
@@ -115,18 +116,8 @@ class Gaussian(Likelihood):
 def checked_noise(noise_std: Any) -> Noise:
     """Return σ as one number or a tuple of one for each output, or raise an error that says what is wrong."""
     if getattr(noise_std, "ndim", 0) or isinstance(noise_std, Sequence):
-        stds = tuple(_positive(std) for std in noise_std)
+        stds = tuple(checked_positive(std, "noise_std") for std in noise_std)
         if not stds:
             raise ValueError("noise_std holds no number; give one, or one for each output.")
         return stds
-    return _positive(noise_std)
-
-
-def _positive(number: Any) -> float:
-    try:
-        value = float(number.detach() if isinstance(number, Tensor) else number)
-    except (TypeError, ValueError):
-        raise TypeError(f"noise_std must be one positive number, not {number!r}.") from None
-    if not (isfinite(value) and value > 0):
-        raise ValueError(f"noise_std must be positive and finite, but it is {value}.")
-    return value
+    return checked_positive(noise_std, "noise_std")

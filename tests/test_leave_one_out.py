@@ -13,7 +13,12 @@ from test_laplace import loader
 from sublaplace import Bernoulli, Categorical, Complement, Gaussian, SubspaceLaplace
 from sublaplace.data.batches import Batch
 from sublaplace.fitting import leave_one_out
-from sublaplace.fitting.leave_one_out import LOG_PRIORS, OUTSIDE_FACTOR, LinearisedData, prior_by_leave_one_out
+from sublaplace.fitting.leave_one_out import (
+    LOG_PRIORS,
+    OUTSIDE_FACTOR,
+    LinearisedData,
+    prior_by_leave_one_out,
+)
 
 PRIORS = [0.01, 0.5, 20.0]
 KINDS = ["classification", "multi-label"]
@@ -345,11 +350,18 @@ def test_a_fit_takes_it_for_classification_and_says_so():
     assert given.prior_precision == 2.0 and "(given)" in given.summary()
 
 
+def seen_by(seen):
+    """What stands in for the search, and keeps its data."""
+    return lambda data, *_, **__: seen.append(data) or 3.0
+
+
 def test_a_sample_of_the_data_stands_for_all(monkeypatch):
     model, inputs, targets = problem(n=40)
     seen = []
     monkeypatch.setattr("sublaplace.fitting.fit.num_left_out", lambda num_outputs: 16)
-    monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, **_: seen.append(data) or 3.0)
+    monkeypatch.setattr(
+        "sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
+    )
     la = fitted(model, "classification", inputs, targets)
     assert la.prior_precision == 3.0
     assert seen[0].counts.shape == (16, 1) and (seen[0].counts == 40 / 16).all()
@@ -363,7 +375,9 @@ def test_a_sample_of_the_data_stands_for_all(monkeypatch):
 def test_ignored_labels_do_not_make_the_others_count_more(monkeypatch):
     model, inputs, targets = problem(n=40)
     seen = []
-    monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, **_: seen.append(data) or 3.0)
+    monkeypatch.setattr(
+        "sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
+    )
     targets[::4] = -1
     batches = loader(inputs, targets, 7)
     SubspaceLaplace(model, Categorical(ignore_index=-1), 5, complement=None).fit(batches)
@@ -398,3 +412,25 @@ def test_the_model_is_left_as_it_was():
     fitted(model, "classification", inputs, targets)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert leave_one_out.LOG_PRIORS[0] > leave_one_out.LOG_PRIORS[-1]  # falling, as the warm starts need it
+
+
+def test_a_large_variance_outside_asks_for_a_larger_prior_precision(monkeypatch):
+    """In large networks the variance outside is far above the subspace's, and a small λ would drown all logits."""
+    model, inputs, targets = problem(n=40)
+    alone = fitted(model, "classification", inputs, targets)
+    Q, centre = dense_basis(model, alone.projection_matrix())
+    rows = (dense_jacobian(model, inputs) @ Q).view(40, -1, Q.shape[1])
+    one = torch.ones(40, 1).double()
+    data = LinearisedData(Categorical(), dense_outputs(model, inputs), rows, targets, one, one, centre)
+    plain = prior_by_leave_one_out(data)
+    most = 1.0  # two classes never lose four times as much
+    monkeypatch.setattr(leave_one_out, "MOST_LOSS", most)
+    priors = 10.0 ** torch.tensor(LOG_PRIORS, dtype=torch.float64)
+    shape = dense_outputs(model, inputs).shape
+    little, much = ((size / priors)[:, None, None].expand(-1, *shape) for size in (1e-9, 1e7))
+    assert prior_by_leave_one_out(data, little) == pytest.approx(OUTSIDE_FACTOR * plain, rel=1e-12)
+    found = prior_by_leave_one_out(data, much)
+    assert found > 30 * OUTSIDE_FACTOR * plain
+    most *= min(data.left_out(data.refitted(float(prior))) for prior in priors)
+    at = [data.kept(variance) for variance in much]
+    assert at[LOG_PRIORS.index(log10(found))] <= most < at[LOG_PRIORS.index(log10(found)) + 1]

@@ -19,7 +19,7 @@ from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
 from sublaplace.fitting.leave_one_out import (
     DIMENSIONS,
-    OUTSIDE_FACTOR,
+    LOG_PRIORS,
     LinearisedData,
     num_left_out,
     prior_by_leave_one_out,
@@ -37,6 +37,7 @@ from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.posteriors.sweep import variances_at
 from sublaplace.posteriors.weighting import SUBSAMPLE, Weighted, fitted_weight
 from sublaplace.projectors.context import ProjectorContext
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
@@ -323,8 +324,10 @@ class _Run:
         batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
         projection = subspace.projection.leading(min(subspace.dim, DIMENSIONS))
         data = LinearisedData.of(survey.likelihood, self.linearization, projection, batch, survey.num_counting)
-        factor = 1.0 if posterior.outside is None else OUTSIDE_FACTOR
-        return factor * prior_by_leave_one_out(data, at_end=not self.validated)
+        variances = None
+        if posterior.outside is not None:
+            variances = variances_at(posterior, Jacobians(self.linearization, batch.inputs), LOG_PRIORS)
+        return prior_by_leave_one_out(data, variances, at_end=not self.validated)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
         """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""

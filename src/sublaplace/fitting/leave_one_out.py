@@ -30,7 +30,10 @@ LOG_PRIORS = tuple(6 - k / 2 for k in range(19))
 """log₁₀ λ of the search, falling: each mode starts at the one before. A parabola refines the best one."""
 
 OUTSIDE_FACTOR = 10**0.5
-"""λ over its leave-one-out value where KFAC stands outside of the subspace, whose variance is not left out."""
+"""λ over its leave-one-out value where KFAC stands outside of the subspace."""
+
+MOST_LOSS = 4.0
+"""The posterior's NLL of training inputs over the leave-one-out NLL, at the most, where KFAC stands outside."""
 
 DIMENSIONS = 30
 """Leading dimensions of the subspace in which the network is refitted; more give nearly the same λ."""
@@ -138,9 +141,16 @@ class LinearisedData:
         covariance = torch.linalg.solve(identity - covariance @ _weighted(state.hessians, self.own), covariance)
         shifted = state.outputs - (covariance @ (state.gradients * self.own)[..., None])[..., 0]
         variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(0)
+        return self._loss_at(shifted, variance)
+
+    def kept(self, variance: Tensor) -> float:
+        """Return the mean NLL of the inputs with the network as it is and these variances (n, C)."""
+        return self._loss_at(self.outputs, variance)
+
+    def _loss_at(self, outputs: Tensor, variance: Tensor) -> float:
         spread = variance if self.likelihood.needs_variances_only else variance.diag_embed()
         weights = self.counts.amax(1)
-        densities = self.likelihood.log_predictive(shifted, spread, self.targets)
+        densities = self.likelihood.log_predictive(outputs, spread, self.targets)
         return -float((densities * weights).sum() / weights.sum())
 
 
@@ -161,10 +171,18 @@ def _weighted(H: Tensor, counts: Tensor) -> Tensor:
     return roots[:, :, None] * H * roots[:, None, :]
 
 
-def prior_by_leave_one_out(data: LinearisedData, at_end: bool = True) -> float:
+def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None, at_end: bool = True) -> float:
     """Return the λ of the smallest leave-one-out NLL, refined by a parabola. Cost: about 100 Newton steps.
 
-    at_end: warn if it lies at an end of the search.
+    With KFAC outside of the subspace, λ is `OUTSIDE_FACTOR` times as large. It is also so large that the posterior's
+    NLL of these training inputs is at most four times the leave-one-out NLL (`MOST_LOSS`): in large networks the variance
+    outside exceeds the subspace's by far, and a small λ would drown every output in it.
+
+    Args:
+        data: the training data in span Q.
+        variances: of the posterior with what stands outside, at every λ of `LOG_PRIORS`, (λ, n, C); None: nothing is
+            outside.
+        at_end: warn if λ lies at an end of the search.
     """
     losses: list[float] = []
     start = None
@@ -172,6 +190,16 @@ def prior_by_leave_one_out(data: LinearisedData, at_end: bool = True) -> float:
         state = data.refitted(10.0**log_prior, start)
         start = state.coordinates
         losses.append(data.left_out(state))
+    prior = _least(losses, at_end)
+    if variances is None:
+        return prior
+    kept = [data.kept(variance) <= MOST_LOSS * min(losses) for variance in variances]
+    enough = kept.index(False) - 1 if False in kept else len(kept) - 1  # λ falls along the grid
+    return max(OUTSIDE_FACTOR * prior, 10.0 ** LOG_PRIORS[max(enough, 0)] if enough < len(kept) - 1 else 0.0)
+
+
+def _least(losses: list[float], at_end: bool) -> float:
+    """Return the λ of the smallest loss on the grid `LOG_PRIORS`, refined by a parabola."""
     values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
     best = int(values.argmin())
     if best in (0, len(losses) - 1):

@@ -4,7 +4,7 @@ With curvature in units of the likelihood's scale (σ⁻²) and τ = λ/scale, t
 V(τ)/scale. So one pass over some inputs gives what is predicted for them at every λ and σ of a search.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.operators import Part
 from sublaplace.curvature.precision import BlockPrecision
-from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.model.linalg import cholesky, symmetric_product
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -45,6 +45,17 @@ class Sweep(Protocol):
 def sweep_of(posterior: Posterior) -> Sweep:
     """Return the sweep of a posterior. Memory: for a complement twice P beside it; for the full posterior p²."""
     return _SWEEPS[type(posterior)](posterior)
+
+
+def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float]) -> Tensor:
+    """Return the posterior's variances at every log₁₀ λ, for a likelihood of scale 1: (λ, n, C), in float64.
+
+    Cost: one prediction of the inputs, and little more.
+    """
+    sweep, outside = sweep_of(posterior), posterior.outside
+    taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64)
+    weights = torch.full_like(taus, 1.0 if outside is None else outside.weight)
+    return torch.cat([sweep(jacobian, taus, weights, whole=False) for jacobian in inputs], dim=1)
 
 
 def _diagonalised(S: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

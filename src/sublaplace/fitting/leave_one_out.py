@@ -175,8 +175,9 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
     """Return the λ of the smallest leave-one-out NLL, refined by a parabola. Cost: about 100 Newton steps.
 
     With KFAC outside of the subspace, λ is `OUTSIDE_FACTOR` times as large. It is also so large that the posterior's
-    NLL of these training inputs is at most four times the leave-one-out NLL (`MOST_LOSS`): in large networks the variance
-    outside exceeds the subspace's by far, and a small λ would drown every output in it.
+    NLL of these training inputs is at most four times the leave-one-out NLL (`MOST_LOSS`). In large networks the
+    variance outside exceeds the subspace's by far, and a small λ would drown every output in it. Then the training data
+    cannot choose λ well, and a warning says so.
 
     Args:
         data: the training data in span Q.
@@ -194,8 +195,13 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
     if variances is None:
         return prior
     kept = [data.kept(variance) <= MOST_LOSS * min(losses) for variance in variances]
-    enough = kept.index(False) - 1 if False in kept else len(kept) - 1  # λ falls along the grid
-    return max(OUTSIDE_FACTOR * prior, 10.0 ** LOG_PRIORS[max(enough, 0)] if enough < len(kept) - 1 else 0.0)
+    least = 10.0 ** LOG_PRIORS[max(kept.index(False) - 1, 0)] if False in kept else 0.0  # λ falls along the grid
+    if least > OUTSIDE_FACTOR * prior and at_end:
+        warn(
+            "The training data cannot choose λ well for this network, whose predictions may be far too uncertain. Give "
+            "validation data, fit(train_loader, val_loader), or prior_precision."
+        )
+    return max(OUTSIDE_FACTOR * prior, least)
 
 
 def _least(losses: list[float], at_end: bool) -> float:

@@ -332,13 +332,18 @@ def test_an_end_of_the_search_warns(right):
     assert log10(prior) == pytest.approx(LOG_PRIORS[-1] if right else LOG_PRIORS[0], abs=1e-9)
 
 
+def dense_data(model, inputs, targets, la):
+    """All training inputs as the linearised network sees them in the span of θ̂ and P, by brute force."""
+    Q, centre = dense_basis(model, la.projection_matrix())
+    rows = (dense_jacobian(model, inputs) @ Q).view(len(inputs), -1, Q.shape[1])
+    one = torch.ones(len(inputs), 1).double()
+    return LinearisedData(Categorical(), dense_outputs(model, inputs), rows, targets, one, one, centre)
+
+
 def test_a_fit_takes_it_for_classification_and_says_so():
     model, inputs, targets = problem(n=40)
     alone = fitted(model, "classification", inputs, targets)
-    Q, centre = dense_basis(model, alone.projection_matrix())
-    rows = (dense_jacobian(model, inputs) @ Q).view(40, -1, Q.shape[1])
-    one = torch.ones(40, 1).double()
-    data = LinearisedData(Categorical(), dense_outputs(model, inputs), rows, targets, one, one, centre)
+    data = dense_data(model, inputs, targets, alone)
     expected = prior_by_leave_one_out(data)
     assert alone.prior_precision == pytest.approx(expected, rel=1e-5)
     assert "(by leave-one-out of the linearised network)" in alone.summary()
@@ -418,10 +423,7 @@ def test_a_large_variance_outside_asks_for_a_larger_prior_precision(monkeypatch)
     """In large networks the variance outside is far above the subspace's, and a small λ would drown all logits."""
     model, inputs, targets = problem(n=40)
     alone = fitted(model, "classification", inputs, targets)
-    Q, centre = dense_basis(model, alone.projection_matrix())
-    rows = (dense_jacobian(model, inputs) @ Q).view(40, -1, Q.shape[1])
-    one = torch.ones(40, 1).double()
-    data = LinearisedData(Categorical(), dense_outputs(model, inputs), rows, targets, one, one, centre)
+    data = dense_data(model, inputs, targets, alone)
     plain = prior_by_leave_one_out(data)
     most = 1.0  # two classes never lose four times as much
     monkeypatch.setattr(leave_one_out, "MOST_LOSS", most)

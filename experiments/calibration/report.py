@@ -74,8 +74,8 @@ def write_report(table: CalibrationTable, folder: Path) -> None:
 
 
 _KIND_TEXT = {
-    "report": "These sets were named before any result was seen. No default was chosen on them. One exception: while the "
-    "defaults for regression were chosen, the features of spambase, without its labels, served as one of thirteen "
+    "report": "These sets were named before any result was seen. No default was chosen on them. One exception: while "
+    "the defaults for regression were chosen, the features of spambase, without its labels, served as one of thirteen "
     "regression problems.",
     "development": "Defaults were chosen on these sets, so they flatter sublaplace.",
 }

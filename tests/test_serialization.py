@@ -11,7 +11,8 @@ from networks import make
 from safetensors.torch import save_file
 from test_laplace import labels, loader, sized
 
-from sublaplace import PROJECTORS, Complement, SavedFileError, SubspaceLaplace
+from sublaplace import PROJECTORS, Categorical, Complement, SavedFileError, SubspaceLaplace
+from sublaplace.model.likelihoods.base import likelihood_from
 
 
 def fitted(name="paper-cnn", projector="lowrank-kfac", dtype=torch.float64):
@@ -176,3 +177,10 @@ def test_a_pickle_does_not_carry_the_training_data():
     assert torch.allclose(other.captured_share(inputs[:2]), la.captured_share(inputs[:2]), rtol=1e-9)
     found, expected = other.full_covariance(inputs[:2], data), la.full_covariance(inputs[:2])
     assert torch.allclose(found.covariance, expected.covariance, rtol=1e-6)
+
+
+def test_a_file_without_a_link_keeps_the_one_that_it_was_made_for():
+    saved = Categorical(ignore_index=3).numbers()
+    assert likelihood_from(saved) == Categorical(ignore_index=3)
+    del saved["link"]
+    assert likelihood_from(saved) == Categorical(ignore_index=3, link="probit")

@@ -29,8 +29,9 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.model.calling import call_model
 from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
-from sublaplace.model.likelihoods.links import LINKS, Covariance
+from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
 from sublaplace.model.linalg import diagonal_blocks
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.model.prediction import Prediction
@@ -138,6 +139,8 @@ class SubspaceLaplace:
     ) -> "SubspaceLaplace":
         """Return exactly the paper's posterior: the subspace alone, with a given λ and nothing outside.
 
+        Probabilities are those of the probit link, unless the likelihood is given as an object with another one.
+
         Args:
             model: as for the class.
             likelihood: as for the class.
@@ -148,7 +151,7 @@ class SubspaceLaplace:
         """
         return cls(
             model,
-            likelihood,
+            Categorical(link="probit") if likelihood == Categorical.name else likelihood,
             dim,
             projector=projector,
             complement=None,
@@ -225,7 +228,7 @@ class SubspaceLaplace:
 
     # Predicting -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, x: Any, link: str = "probit") -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, x: Any, link: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return probabilities (n, C), or for regression the outputs (n, C) and their covariance without σ² (n, C, C).
 
         Args:
@@ -240,7 +243,7 @@ class SubspaceLaplace:
         prediction = self.predict(x, link)
         return prediction.probabilities if prediction.has_probabilities else (prediction.mean, prediction.covariance)
 
-    def predict(self, x: Any, link: str = "probit", samples: int = 1000, progress: bool = False) -> Prediction:
+    def predict(self, x: Any, link: str | None = None, samples: int = 1000, progress: bool = False) -> Prediction:
         """Return the prediction for a tensor, a batch or a loader of inputs, in chunks under the memory budget.
 
         Means and variances come from one pass. Covariances (n, C, C) are only formed if they are asked for, in another
@@ -248,15 +251,17 @@ class SubspaceLaplace:
 
         Args:
             x: the inputs.
-            link: how logits become probabilities, "probit", "mc" or "bridge".
+            link: how logits become probabilities: "pairwise" or "probit" by the outputs' variances, "mc" or "bridge" by
+                their covariances. None: that of the likelihood, which λ was tuned for.
             samples: how many draws "mc" takes.
             progress: show a bar.
         """
         _checked_link(link)
         checked_count(samples, "samples")
         fitted = self._usable()
+        link = fitted.survey.likelihood.default_link if link is None else link
         once = isinstance(x, Iterator)
-        whole = once or link != "probit" or fitted.survey.num_outputs == 1
+        whole = once or link in WITH_MATRICES or fitted.survey.num_outputs == 1
         means, variances, matrices = self._passed(fitted, x, variances=not whole, matrices=whole, progress=progress)
         if whole:
             uncertainty = Covariance(matrices.diagonal(dim1=1, dim2=2), lambda: matrices)
@@ -346,7 +351,8 @@ class SubspaceLaplace:
         """Return covariances between which the full Laplace approximation lies for each input: lower ≼ Σ ≼ upper.
 
         The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
-        interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
+        interval of each predicted probability by the likelihood's link. Needs no more than p × s matrices; see
+        `Certificate`.
 
         Args:
             x: the inputs.
@@ -797,9 +803,9 @@ class SubspaceLaplace:
         return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._state.survey.num_data:,})"
 
 
-def _checked_link(link: str) -> None:
-    if link not in LINKS:
-        raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+def _checked_link(link: str | None) -> None:
+    if link is not None and link not in LINKS:
+        raise unknown(link)
 
 
 def _own_dim(options: Options) -> bool:

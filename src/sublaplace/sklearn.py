@@ -27,6 +27,7 @@ from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
+from sublaplace.model.likelihoods.links import WITH_MATRICES
 from sublaplace.options import Captured, Complement
 from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime.checks import checked_count, checked_positive
@@ -340,7 +341,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         prior_precision: λ > 0 of the training and the posterior, or "evidence" to tune this λ by the evidence during
             training. "auto": the evidence tunes λ of the training, and the posterior has its own λ, as in
             `SubspaceLaplace`.
-        link: how logits become probabilities: "probit", "mc" or "bridge".
+        link: how logits become probabilities, "pairwise", "probit", "mc" or "bridge", as in `SubspaceLaplace.predict`.
         learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
         batch_size: inputs per step.
         max_iter: passes over the data.
@@ -367,7 +368,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         dim: int | Captured | None = None,
         complement: str | Complement | None = "auto",
         prior_precision: float | str = "auto",
-        link: str = "probit",
+        link: str = "pairwise",
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
@@ -406,8 +407,12 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"A classifier needs at least two classes; y holds one class, {self.classes_[0]}.")
         given = Hyperparameters(self._prior())
-        self._fit(torch.tensor(inputs), torch.tensor(labels), len(self.classes_), Categorical(), given)
+        self._fit(torch.tensor(inputs), torch.tensor(labels), len(self.classes_), self._likelihood(), given)
         return self
+
+    def _likelihood(self) -> Categorical:
+        """Return the likelihood that λ is tuned for: with the link of predictions, if it needs variances alone."""
+        return Categorical() if self.link in WITH_MATRICES else Categorical(link=self.link)
 
     def predict_proba(self, X: ArrayLike) -> Floats:
         """Return the probability of each class for inputs X: (n, n_classes), columns in the order of `classes_`."""

@@ -22,7 +22,7 @@ class Bounds:
 
     lower: Tensor
     upper: Tensor
-    probabilities: Interval | None = None  # of classification, (n, C) each, by the probit link
+    probabilities: Interval | None = None  # of classification, (n, C) each, by the likelihood's link
 
     def __iter__(self) -> Iterator[Tensor]:
         """Allow ``lower, upper = la.bounds(x)``."""

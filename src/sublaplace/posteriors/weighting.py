@@ -93,7 +93,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
     r"""Return the weight at which the divergence of the predictives, Σ_i KL(p_i ‖ p̃_i), is least.
 
     p_i is what is predicted with Σ_i, one of `exact` (n, C, C), p̃_i with the posterior's covariance: for regression
-    N(f, Σ + σ²), for classification the probabilities by the probit link. (Gaussians of the logits would weigh all
+    N(f, Σ + σ²), for classification the probabilities by its link. (Gaussians of the logits would weigh all
     directions alike, also those that hardly move a probability.) Inputs of the posterior's own training data are judged
     as if they had not been seen: taking one out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
 

@@ -13,6 +13,7 @@ from sensitive import untouched
 from test_laplace import loader
 
 from sublaplace import Bernoulli, Categorical, Gaussian, Likelihood, SubspaceLaplace, metrics
+from sublaplace.evaluation import COLUMNS
 
 TRAIN, TEST = slice(0, 40), slice(40, 75)
 PRIOR = 0.5
@@ -209,6 +210,15 @@ def test_a_missing_label_does_not_take_the_others_of_its_input_with_it():
 
 
 # Words and pictures
+
+
+def test_every_score_has_a_title():
+    scores = [
+        list(evaluated(fitted(model, kind, inputs, targets), inputs, targets).posterior.scores)
+        for kind in ("classification", "regression")
+        for model, inputs, targets in [problem(kind)]
+    ]
+    assert {name for names in scores for name in names} == set(COLUMNS)
 
 
 def test_the_table_shows_both_and_a_verdict():

@@ -258,6 +258,20 @@ def test_what_an_own_projector_does_not_use_is_refused():
         SubspaceLaplace.paper(model, "classification", projector="my-random-directions", subspace_inputs=inputs)
 
 
+@pytest.mark.parametrize("needs_inputs", [True, False])
+def test_whether_a_projector_needs_inputs_decides_what_auto_stands_for(needs_inputs):
+    own = sublaplace.Projector("my-directions", random_directions.build, needs_inputs=needs_inputs)
+    model, inputs, targets = classification()
+    la = SubspaceLaplace(model, "classification", 5, projector=own).fit(loader(inputs, targets))
+    assert ("my-directions + kfac outside" in repr(la)) is needs_inputs
+    assert ("(by leave-one-out" in la.summary()) is needs_inputs
+    assert ("(by the evidence of KFAC)" in la.summary()) is not needs_inputs
+    model, inputs, targets = counts_problem(40)
+    la = SubspaceLaplace(model, "poisson", 5, projector=own).fit(loader(inputs, targets))
+    assert (la.complement_weight == 1.0) is needs_inputs
+    assert "(by the evidence of KFAC)" in la.summary()
+
+
 class Killed(Exception):  # noqa: N818 (it is no error, but a kill)
     pass
 

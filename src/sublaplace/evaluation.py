@@ -12,15 +12,16 @@ from sublaplace import metrics
 LEVELS = tuple(k / 20 for k in range(1, 20))
 """Of the intervals whose coverage a picture shows."""
 
-_SHOWN = {
-    "nll": "NLL",
-    "accuracy": "accuracy",
-    "rmse": "RMSE",
-    "ece": "ECE",
-    "brier": "Brier",
-    "crps": "CRPS",
-    "coverage": "90 % interval",
+COLUMNS = {
+    "nll": ("NLL", ".4f"),
+    "accuracy": ("accuracy", ".1%"),
+    "rmse": ("RMSE", ".4f"),
+    "ece": ("ECE", ".4f"),
+    "brier": ("Brier", ".4f"),
+    "crps": ("CRPS", ".4f"),
+    "coverage": ("90 % interval", ".1%"),
 }
+"""Title and format of every score in the printed table."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Evaluation:
 
     def __str__(self) -> str:
         names = list(self.plain.scores)
-        rows = [["", *(_SHOWN[name] for name in names)]]
+        rows = [["", *(COLUMNS[name][0] for name in names)]]
         for title, judged in (("plain network", self.plain), ("posterior", self.posterior)):
-            rows.append([title, *(_readable(name, judged.scores[name]) for name in names)])
+            rows.append([title, *(format(judged.scores[name], COLUMNS[name][1]) for name in names)])
         widths = [max(len(row[k]) for row in rows) for k in range(len(names) + 1)]
         lines = [
             "  ".join(
@@ -98,10 +99,6 @@ class Evaluation:
         axes.set_ylabel("accuracy" if classes else "share of targets inside")
         axes.legend(loc="lower right")
         return axes
-
-
-def _readable(name: str, value: float) -> str:
-    return f"{value:.1%}" if name in ("accuracy", "coverage") else f"{value:.4f}"
 
 
 def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:

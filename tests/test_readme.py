@@ -28,7 +28,22 @@ def registries_as_before():
 
 
 def blocks(document):
-    return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
+    return [code for code, _ in runs(document)]
+
+
+def runs(document):
+    """Every block of code, with the output that the document shows below it, if any."""
+    return re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", document.read_text(), flags=re.DOTALL)
+
+
+NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
+
+
+def is_shown_truly(shown, printed):
+    """Whether the words agree, and the numbers up to what differs between machines."""
+    words = [NUMBER.sub("#", text).split() for text in (shown, printed)]
+    numbers = [[float(found.replace(",", "")) for found in NUMBER.findall(text)] for text in (shown, printed)]
+    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.02)
 
 
 def pictures(document):
@@ -36,7 +51,7 @@ def pictures(document):
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_code_in_the_documents_runs(document):
+def test_code_in_the_documents_runs_and_prints_what_they_show(document, capsys):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = torch.randn(60, 4)
@@ -45,8 +60,10 @@ def test_code_in_the_documents_runs(document):
             "model": nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)),
             "train_loader": DataLoader(data, batch_size=20),
         }
-        for code in blocks(document):
+        for code, shown in runs(document):
+            capsys.readouterr()
             exec(code, names)
+            assert not shown or is_shown_truly(shown, capsys.readouterr().out)
 
 
 def test_pages_that_teach_have_code():

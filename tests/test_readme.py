@@ -15,6 +15,9 @@ from sublaplace.model.likelihoods.base import LIKELIHOODS
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+LINKING = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "benchmarks/RESULTS.md"))]
+LINKING += [*sorted((ROOT / "results").glob("*.md")), *sorted((ROOT / "experiments").glob("*.md"))]
+
 
 @pytest.fixture(autouse=True)
 def registries_as_before():
@@ -94,6 +97,35 @@ def test_every_former_name_is_explained(document):
         name for name in [*former_names._ARGUMENTS, *former_names._MEMBERS] if not re.search(rf"`{name}\b", text)
     ]
     assert not missing
+
+
+def anchors(document):
+    """The anchors of the titles, as they are made where the repository is read."""
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), flags=re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_of_the_repository(document):
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    assert "--8<--" not in text  # an include of the site alone
+    for address, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        target = document.parent / address if address else document
+        assert target.exists(), address
+        assert not anchor or anchor in anchors(target), f"{address}#{anchor}"
+
+
+def test_the_gallery_shows_every_script():
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    scripts = {path.stem for path in (ROOT / "examples" / "gallery").glob("*.py")} - {"pictures"}
+    hooks = (ROOT / "docs" / "site_hooks.py").read_text()
+    for name in scripts:
+        assert f"(images/gallery/{name}.png)" in text and f"(../examples/gallery/{name}.py)" in text
+        assert f'"{name}"' in hooks  # as a page of the site
+        title = (ROOT / "examples" / "gallery" / f"{name}.py").read_text().splitlines()[0].removeprefix('"""# ')
+        assert f"## {title}\n" in text
 
 
 def test_every_page_is_in_the_navigation():

@@ -62,7 +62,7 @@ class SubspaceLaplace:
         likelihood: "classification", "regression", "binary", "multi-label", or a likelihood object such as
             ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``.
         dim: s, the dimension of the subspace, or ``Captured(0.5, at_most=500)``: the smallest that guarantees this
-            share of the full approximation's trace. None: 100.
+            share of the full approximation's trace. None: 100. A smaller rank of P limits s, and `summary` says so.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
@@ -258,10 +258,7 @@ class SubspaceLaplace:
         once = isinstance(x, Iterator)
         whole = once or link != "probit" or fitted.survey.num_outputs == 1
         means, variances, matrices = self._passed(fitted, x, variances=not whole, matrices=whole, progress=progress)
-        if whole:
-            uncertainty = Covariance(matrices.diagonal(dim1=1, dim2=2), lambda: matrices)
-        else:
-            uncertainty = Covariance(variances, lambda: self.functional_covariance(x))
+        uncertainty = Covariance.of(matrices) if whole else Covariance(variances, lambda: self.functional_covariance(x))
         return Prediction(means, fitted.survey.likelihood, uncertainty, link, samples, self._options.seed)
 
     def _passed(
@@ -490,7 +487,12 @@ class SubspaceLaplace:
     @property
     def noise_std(self) -> Noise | None:
         """σ of regression, one number or one for each output; None for classification and before an estimate."""
-        return (self._options.likelihood if self._state is None else self._state.survey.likelihood).noise_std
+        return self.likelihood.noise_std
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """How targets depend on the outputs; after fit with the σ in use, where it has one."""
+        return self._options.likelihood if self._state is None else self._state.survey.likelihood
 
     @property
     def complement_weight(self) -> float | None:
@@ -520,7 +522,8 @@ class SubspaceLaplace:
         if checked_count(dim, "dim") > subspace.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
         certificate = None if fitted.certificate is None else fitted.certificate.truncated(dim)
-        return self._with(replace(fitted, posterior=fitted.posterior.truncated(dim), certificate=certificate))
+        posterior = fitted.posterior.truncated(dim)
+        return self._with(replace(fitted, posterior=posterior, certificate=certificate, dim_note=""))
 
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """Return the same subspace under another λ, without a pass over the data (P was built at the old λ)."""

@@ -271,6 +271,11 @@ def test_the_picture_shows_both_curves(kind, words):
         assert list(lines[title].get_xdata()) == judged.curve[0].tolist()
         assert list(lines[title].get_ydata()) == judged.curve[1].tolist()
     assert words[0] in axes.get_xlabel() and words[1] in axes.get_ylabel()
+    if kind == "classification":
+        for judged, markers in zip((found.plain, found.posterior), axes.collections, strict=True):
+            areas = torch.tensor(markers.get_sizes())
+            assert int(judged.counts.sum()) == found.num_inputs
+            assert torch.allclose(areas.double() / areas.sum(), judged.counts.double() / found.num_inputs)
     axes.figure.canvas.draw()
     _, own = plt.subplots()
     assert found.plot(own) is own

@@ -24,6 +24,9 @@ COLUMNS = {
 """Title and format of every score in the printed table."""
 
 
+_LARGEST_MARKER = 500.0  # points², the area of a marker for all inputs
+
+
 @dataclass(frozen=True)
 class Judged:
     """What one predictor scores.
@@ -33,11 +36,13 @@ class Judged:
         log_densities: ln p(y|x) of every input: (n,).
         curve: for classification the mean confidence and the accuracy per bin; for regression the level of intervals
             and their coverage.
+        counts: for classification the number of inputs in each bin; None where every point stands for all inputs.
     """
 
     scores: dict[str, float]
     log_densities: Tensor = field(repr=False)
     curve: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    counts: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Evaluation:
     def plot(self, axes: Any = None) -> Any:
         """Draw reliability (classification) or coverage (regression) of both, and return the axes.
 
+        In a reliability diagram, the area of a marker is proportional to the number of inputs in its bin.
+
         Args:
             axes: matplotlib axes to draw into; None: new ones.
 
@@ -91,13 +98,20 @@ class Evaluation:
         if axes is None:
             _, axes = plt.subplots(figsize=(4.5, 4.2), layout="constrained")
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
-        for title, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
+        for name, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
             if judged.curve is not None:
-                axes.plot(*(part.tolist() for part in judged.curve), "o-", color=color, markersize=3, label=title)
+                x, y = (part.tolist() for part in judged.curve)
+                if judged.counts is None:
+                    axes.plot(x, y, "o-", color=color, markersize=3, label=name)
+                else:
+                    axes.plot(x, y, color=color, linewidth=1, label=name)
+                    areas = _LARGEST_MARKER * judged.counts / judged.counts.sum()
+                    axes.scatter(x, y, areas.tolist(), color=color, alpha=0.6, linewidths=0)
         classes = "accuracy" in self.plain.scores
         axes.set_xlabel("confidence" if classes else "level of the interval")
         axes.set_ylabel("accuracy" if classes else "share of targets inside")
-        axes.legend(loc="lower right")
+        title = None if self.posterior.counts is None else "marker area: inputs per bin"
+        axes.legend(loc="lower right", title=title, title_fontsize="small")
         return axes
 
 
@@ -111,7 +125,7 @@ def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor
         "ece": metrics.ece(probabilities, targets),
         "brier": metrics.brier(probabilities, targets),
     }
-    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]))
+    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]), bins.count[filled])
 
 
 def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:

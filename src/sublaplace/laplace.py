@@ -28,7 +28,7 @@ from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.model.calling import call_model
-from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
 from sublaplace.model.likelihoods.gaussian import checked_noise
 from sublaplace.model.likelihoods.links import LINKS, Covariance
 from sublaplace.model.linalg import diagonal_blocks
@@ -670,14 +670,16 @@ class SubspaceLaplace:
             "certificate": None,
             "model": model_fingerprint(self.model),
             "survey": fitted.survey.numbers(),
+            "likelihood": options.likelihood.numbers(),  # as given: whether σ is to be estimated
             "projector": None if options.projector is None else options.projector.label,
-            "dim": plain_numbers(options.dim) if options.reduces and not _own_dim(options) else None,
+            "dim": plain_numbers(options.dim) if _asks_for_dim(options) else None,
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
             "prior_precision": options.prior_precision,
             "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
+            "dim_note": fitted.dim_note,
             "units": fitted.units,
         }
         if fitted.certificate is not None:
@@ -714,7 +716,7 @@ class SubspaceLaplace:
             survey = Survey.from_numbers(found["survey"])
             la = cls(
                 model,
-                survey.likelihood,
+                likelihood_from(found["likelihood"]),
                 option_from(found["dim"]),
                 projector=restored_projector(found["projector"]),
                 complement=option_from(found["complement"]),
@@ -730,9 +732,9 @@ class SubspaceLaplace:
             certificate = None
             if found["certificate"] is not None:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
+            about = {key: found[key] for key in ("units", "chosen_by", "dim_note")}
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        about = {"units": found["units"], "chosen_by": found["chosen_by"]}
         la._state = Fitted(linearization, posterior, survey, certificate, **about)
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
@@ -805,5 +807,6 @@ def _checked_link(link: str) -> None:
         raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
 
 
-def _own_dim(options: Options) -> bool:
-    return options.projector is not None and options.projector.own_dim
+def _asks_for_dim(options: Options) -> bool:
+    projector = options.projector
+    return projector is not None and projector.reduces and not projector.own_dim and not options.default_dim

@@ -29,7 +29,7 @@ class TrainingRecipe:
     augmentation: str = ""
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The learning rate of step 0 ≤ `step` < `num_steps`."""
+        """Return the learning rate of step 0 ≤ `step` < `num_steps`."""
         done = step / num_steps
         factor = 1.0
         if done < self.warm:
@@ -79,7 +79,7 @@ class Recipe:
     certified_dims: tuple[int, ...] = ()  # s at which the captured share of the trace is certified
 
     def dims(self, projector: str) -> list[int]:
-        """The subspace dimensions s, ascending: a grid of ten, those compared, and what this data set adds."""
+        """Return the subspace dimensions s, ascending: a grid of ten, those compared, and extra ones of this set."""
         grid = {int(s) for s in np.linspace(10, self.largest_dim, 10)} | set(self.small_dims)
         grid |= {s for s in COMPARED_DIMS if s < self.largest_dim}
         chooses_parameters = projector in PROJECTORS and not PROJECTORS[projector].stores_matrix
@@ -91,7 +91,7 @@ class Recipe:
         return sorted({min(s, self.largest_dim) if self.large else s for s in COMPARED_DIMS})
 
     def training_fingerprint(self) -> str:
-        """A digest of all that trained weights depend on, beside the seed."""
+        """Return a digest of everything except the seed that trained weights depend on."""
         # What a recipe does without is left out, so that weights stay those of their recipe when recipes get new parts.
         training = {name: value for name, value in asdict(self.training).items() if value != ""}
         facts = {"dataset": self.dataset, "network": self.network, **training}

@@ -73,7 +73,7 @@ class Results:
             self._repair()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Appends the rows of one or more whole jobs; they are on the disk when this returns."""
+        """Append the rows of one or more complete jobs; they are on disk when this returns."""
         text = _as_csv(rows)
         with self._locked():
             self._repair()
@@ -82,14 +82,14 @@ class Results:
             self._apply_journal()
 
     def rows(self) -> list[Row]:
-        """All rows, in the order in which they were added."""
+        """Return all rows, in the order in which they were added."""
         with self._locked():
             self._repair()
             text = self.path.read_text()
         return [_row_of(line) for line in csv.DictReader(io.StringIO(text))]
 
     def done(self) -> set[Job]:
-        """The jobs that need not be done again."""
+        """Return the jobs that need not be run again."""
         return {row.job for row in self.rows()}
 
     @contextmanager
@@ -100,7 +100,7 @@ class Results:
             yield
 
     def _repair(self) -> None:
-        """Brings the file to a state in which every line is whole."""
+        """Bring the file to a state in which every line is complete."""
         if self._journal.exists():
             self._apply_journal()
         if not self.path.exists() or self.path.stat().st_size == 0:
@@ -157,7 +157,7 @@ def _row_of(line: dict[str, str]) -> Row:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replaces a file so that it is the old or the new one at any moment."""
+    """Replace a file so that it is the old or the new one at any moment."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w") as file:
         file.write(text)

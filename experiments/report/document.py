@@ -82,7 +82,7 @@ class Document:
         return [figure for group in groups for figure in group.figures]
 
     def write(self, folder: Path) -> None:
-        """REPORT.md with its figures as files, and report.html, which needs no other file."""
+        """Write REPORT.md with its figures as files, and report.html, which needs no other file."""
         pictures = folder / "figures"
         pictures.mkdir(parents=True, exist_ok=True)
         for figure in self.figures():

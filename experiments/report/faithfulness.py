@@ -163,7 +163,7 @@ def trace_is_orders_of_magnitude_larger(evidence: Evidence) -> Finding:
 
 
 def _traces_over_the_next(evidence: Evidence, dataset: str) -> list[float]:
-    """For every s the trace of lowrank-kfac over the largest of the paper's other projectors."""
+    """Return for every s the trace of lowrank-kfac over the largest trace of the paper's other projectors."""
     found = []
     for s in evidence.grid(dataset, "lowrank-kfac", "log_trace"):
         if means := evidence.means(Line("", dataset, s), PAPER_PROJECTORS, "log_trace"):

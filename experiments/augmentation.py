@@ -1,4 +1,4 @@
-"""Random changes of training pictures, drawn anew for every batch."""
+"""Random changes of training pictures, drawn again for every batch."""
 
 from collections.abc import Callable
 
@@ -66,7 +66,7 @@ def enlarged(images: Tensor, boxes: NDArray[np.int64]) -> Tensor:
     top, left, box_height, box_width = torch.from_numpy(boxes).to(images.dtype).T
     rows = _sampled(top, box_height, height)[:, :, None].expand(-1, -1, width)
     columns = _sampled(left, box_width, width)[:, None, :].expand(-1, height, -1)
-    # Places in pixels become those of grid_sample, which has the outer edges of the picture at −1 and 1.
+    # grid_sample counts places from −1 to 1, the outer edges of the picture.
     grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=3)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 

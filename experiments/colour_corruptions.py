@@ -1,7 +1,7 @@
-"""The seven corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019) that the paper uses, generated: five severities.
+"""The seven corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019) that the paper uses, at five severities.
 
-The published arrays were drawn without a seed, so they cannot be had again bit for bit; the settings are theirs.
-Each corruption is a function of one picture (32, 32, 3) in [0, 1], a random generator and a setting for each severity.
+The published arrays were drawn without a seed, so they cannot be reproduced bit for bit; the settings are the same.
+Each corruption is a function of one picture (32, 32, 3) in [0, 1], a random generator and a setting per severity.
 """
 
 from collections.abc import Callable

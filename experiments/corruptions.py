@@ -1,7 +1,7 @@
-"""The fifteen corruptions of MNIST-C (Mu and Gilmer 2019), generated: one fixed severity each.
+"""The fifteen corruptions of MNIST-C (Mu and Gilmer 2019), at one fixed severity each.
 
-The published arrays were drawn without a seed, so they cannot be had again bit for bit; settings and quirks are theirs.
-Each corruption is a function of one picture in [0, 1] and a random generator.
+The published arrays were drawn without a seed, so they cannot be reproduced bit for bit; settings and quirks are the
+same. Each corruption is a function of one picture in [0, 1] and a random generator.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What building a posterior costs: processor time and memory."""
+"""The cost of building a posterior: processor time and memory."""
 
 import ctypes
 import time
@@ -30,8 +30,8 @@ class Cost:
 def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
     """Return the result of `build` and its cost. Linux only: memory is read from /proc."""
     ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that it does not hide new use
-    Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
-    # Processor time: with one thread that of an idle machine, whatever else is running on this one.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    # Processor time: with one thread, it hardly depends on what else is running on this machine.
     before, start = _memory_mb("VmRSS"), time.process_time()
     result = build()
     seconds = time.process_time() - start

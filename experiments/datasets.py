@@ -1,7 +1,7 @@
 """The data sets: where their files come from, how they are checked, split and scaled.
 
-A file is taken from the folder that the environment variable SUBLAPLACE_DATA names; where it is not there, it is
-downloaded from its upstream home. Either way its SHA-256 must be the known one.
+A file is read from the folder that the environment variable SUBLAPLACE_DATA names. If it is missing there, it is
+downloaded from its source. In both cases its SHA-256 must be the known one.
 """
 
 import gzip
@@ -27,7 +27,7 @@ class DataFileError(Exception):
 
 @dataclass(frozen=True)
 class Upstream:
-    """Another form of a file, as its home has it: the SHA-256 of that form, and the way from it to ours."""
+    """Another form of a file, as its source offers it: its SHA-256, and a function that converts it to our form."""
 
     sha256: str
     convert: Callable[[bytes], bytes]
@@ -35,7 +35,7 @@ class Upstream:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its place below the data folder, its SHA-256 and its home; `upstream` if that has another form."""
+    """A file: its place below the data folder, its SHA-256 and its source; `upstream` if the source's form differs."""
 
     path: str
     sha256: str

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with its ImageNet weights, cut to the classes at hand: a trained network for ImageNet10."""
+"""EfficientNet-Lite0 with its ImageNet weights, restricted to ten classes: a trained network for ImageNet10."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

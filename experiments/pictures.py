@@ -1,4 +1,4 @@
-"""What the corruptions of grey and of colour pictures share: randomness, noise, motion blur and 8 bits in the end.
+"""Functions for corruptions of grey and of colour pictures: randomness, noise, motion blur, rounding to 8 bits.
 
 A picture is (H, W) or (H, W, channels), with values in [0, 1].
 """

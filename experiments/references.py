@@ -1,4 +1,4 @@
-"""What posteriors are compared with, the covariance of the full Laplace approximation, kept on disk."""
+"""The reference of all posteriors, the covariance of the full Laplace approximation, kept on disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The residual networks: ResNet9 for CIFAR10 and ResNet18 for ImageNet10, the latter with torchvision's names."""
+"""The residual networks: ResNet9 for CIFAR10, and ResNet18 for ImageNet10 with torchvision's names."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def resnet9(num_outputs: int = 10) -> nn.Sequential:
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a connection that, where the shape changes, is a convolution of width one."""
+    """Two convolutions and a parallel connection, which is a convolution of width one if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

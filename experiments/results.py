@@ -14,7 +14,7 @@ from sublaplace import __version__
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed, and written, at once: one posterior of one trained network on one data set."""
+    """A unit of work, written at once: one posterior of one trained network on one data set."""
 
     dataset: str
     seed: int
@@ -27,8 +27,8 @@ class Job:
 class Row:
     """One number. `s` is the dimension of the subspace (p for posteriors over all parameters, 0 without any).
 
-    `seconds` (of processor time) and `peak_memory_mb` are those of building the projection, or the posterior where
-    there is none: the same for all rows of a job, None where nothing was built.
+    `seconds` (of processor time) and `peak_memory_mb` belong to building the projection, or the posterior if there is
+    no projection. They are equal for all rows of a job, and None if nothing was built.
     """
 
     dataset: str
@@ -54,15 +54,15 @@ _HEADER = ",".join(COLUMNS) + "\n"
 
 
 class ResultsError(Exception):
-    """The results file is not one of ours; the message says why."""
+    """A results file that this program did not write; the message says why."""
 
 
 class Results:
     """The file of results. Several processes may add to it at a time.
 
-    An addition is first written as a whole to a journal beside the file, together with the length that the file has
-    before it. Whoever opens the file next finishes what a killed process left in the journal, so an addition is
-    there completely and once, or not at all.
+    An addition is first written completely to a journal next to the file, together with the length of the file before
+    the addition. The next process that opens the file finishes what a killed process left in the journal. So an
+    addition is in the file completely and once, or not at all.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is scored: the test data, or as many of them as there is time for, and their corrupted versions, generated."""
+"""The scored data: the test data, or as many of them as time allows, and their corrupted versions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ CORRUPTION_SEED = 0  # the corrupted images are one data set, the same for every
 
 @dataclass(frozen=True)
 class TestSet:
-    """Test data under the name that its results have."""
+    """Test data, under the name of their results."""
 
-    __test__ = False  # the name is not that of a test class
+    __test__ = False  # despite its name, this is not a test class
 
     name: str
     inputs: Tensor

@@ -1,4 +1,4 @@
-"""How posteriors are judged: by their distance to the full one, and by what they predict."""
+"""The scores of posteriors: their distance to the full posterior, and the quality of their predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

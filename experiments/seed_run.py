@@ -1,4 +1,4 @@
-"""The jobs of one trained network: every posterior on every test set, written down job by job."""
+"""The jobs of one trained network: every posterior on every test set, written job by job."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -43,10 +43,10 @@ from experiments.sweeps import CertainSweep, ComplementSweep, SubspaceSweep, Swe
 from experiments.training import held_out, trained_network
 from sublaplace import PROJECTORS, Jacobians, SubspaceLaplace, SubspacePosterior
 
-# Names beside those of the library's projectors.
+# Names of methods in addition to the library's projectors.
 OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
 FULL, KFAC, MAP, TEMPERATURE, ENSEMBLE = "full", "kfac", "map", "temperature", "ensemble"
-CERTIFIED = "certified-lowrank-kfac"  # how much of the full trace lowrank-kfac captures for certain
+CERTIFIED = "certified-lowrank-kfac"  # the certified share of the full trace that lowrank-kfac captures
 EXACT = (FULL, "lowrank-ggn", OPTIMUM)
 METHODS = tuple(dict.fromkeys((*EXACT, *PROJECTORS, KFAC, MAP, TEMPERATURE, ENSEMBLE, CERTIFIED)))
 
@@ -64,9 +64,9 @@ PRIOR_FACTORS = [10 ** (k / 2) for k in range(-6, 7)]  # of the paper's λ
 class SeedRun:
     """The jobs of one trained network.
 
-    Those that need the exact GGN come first, since they leave what all others are compared with, the covariance of
-    the full Laplace approximation for the drawn test inputs. It is kept on disk, so that a run that was stopped need
-    not compute it again. For a large network there is none of this: posteriors are compared by their trace alone.
+    Jobs that need the exact GGN come first. They compute the reference of all others, the covariance of the full
+    Laplace approximation for the drawn test inputs. It is kept on disk, so a resumed run need not compute it again. A
+    large network has no such reference: its posteriors are compared by their trace alone.
     """
 
     problem: Problem
@@ -74,7 +74,7 @@ class SeedRun:
     results: Results
     computed: Path
     unscored: TestSet | None = None  # test data that are not scored, where there are any
-    methods: Collection[str] = ()  # by their names in the results; without any, all
+    methods: Collection[str] = ()  # by their names in the results; empty: all
 
     @property
     def recipe(self) -> Recipe:
@@ -108,7 +108,7 @@ class SeedRun:
 
     @property
     def _has_temperature(self) -> bool:
-        """Whether there are data to fit a temperature on: a large network has no twin, for want of time."""
+        """Whether there are data to fit a temperature on: a large network has no twin, to save time."""
         return self.problem.noise_std is None and (not self.recipe.large or self.unscored is not None)
 
     def _job(self, dataset: str, name: str) -> Job:
@@ -181,7 +181,7 @@ class SeedRun:
         """Run the job with KFAC outside of the subspace. P has the problem's dtype, everything else the recipe's."""
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dims = self.recipe.compared_dims
-        cost = self._fits.curvature(KFAC)[1]  # that outside; or that which P is built from, so that it counts once
+        cost = self._fits.curvature(KFAC)[1]  # outside; P may share it, and then it counts once
         if needed := NEEDED_CURVATURE.get(method.projector):
             cost = self._fits.curvature(needed, problem)[1]
         projection, more = measured(lambda: complemented_projection(problem, method, max(dims)))
@@ -190,7 +190,7 @@ class SeedRun:
         cost = (cost if cost_of_exact is None else cost_of_exact.then(cost)).then(more)
         weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
         job = self._complemented_job(method)
-        fit_of_pass = fit if exact is None else None  # else the GGN is there, and no pass shows its cost
+        fit_of_pass = fit if exact is None else None  # otherwise the GGN exists already, and no pass shows its cost
         self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit_of_pass, of_dims=weights)
 
     def reference(self, test_set: TestSet) -> Tensor | None:
@@ -389,7 +389,7 @@ class SeedRun:
 
 @dataclass
 class _Todo:
-    """The jobs that are left, and the bar that shows them."""
+    """The remaining jobs, and the bar that shows them."""
 
     jobs: list[Job]
     progress: "tqdm[Any]"

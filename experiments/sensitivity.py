@@ -27,7 +27,7 @@ def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
 
 
 def dead_percent(problem: Problem) -> float:
-    """Return the percentage of dead parameters: no output of `DEAD_PARAMETER_INPUTS` training inputs depends on them."""
+    """Return the percentage of dead parameters, on which no output of the drawn training inputs depends."""
     inputs = problem.dataset.train_inputs
     count = min(DEAD_PARAMETER_INPUTS, len(inputs))
     chosen = drawn(len(inputs), count, problem.seed, "dead parameters")

@@ -15,7 +15,7 @@ UnderPriors = Callable[[Jacobian], Iterator[tuple[tuple[int, float], Tensor]]]
 
 
 class Sweep(Protocol):
-    """Covariances of outputs for every one of `dims`, in float64, from one product with the Jacobian."""
+    """Covariances of outputs for each of `dims`, in float64, from one product with the Jacobian."""
 
     @property
     def dims(self) -> list[int]: ...

@@ -1,4 +1,4 @@
-"""Trains the MAP networks, deterministically for a seed, resumably, and keeps their weights on disk."""
+"""Training of the MAP networks: deterministic for a seed, resumable, with the weights kept on disk."""
 
 import os
 import time

@@ -26,7 +26,7 @@ def write_report(results_path: Path, output_folder: Path) -> None:
 
 
 class _Report:
-    """The sections, each made of what has been run."""
+    """The sections of the report, from the results that exist."""
 
     def __init__(self, measurements: Measurements, published: Published, folder: Path) -> None:
         self.measurements, self.published, self.folder = measurements, published, folder

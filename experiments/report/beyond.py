@@ -33,7 +33,7 @@ def _by_seed_up_to(measurements: Measurements, dataset: str, method: str, metric
 
 def _dims_up_to(measurements: Measurements, dataset: str, method: str, s: int) -> list[int]:
     """Return s alone if the method has it, else all dimensions below, the largest last."""
-    dims = measurements.all_dims(dataset, method) or [s]  # without any, the method has no choice of s
+    dims = measurements.all_dims(dataset, method) or [s]  # empty: the method has no choice of s
     return [s] if s in dims else [t for t in dims if t <= s]
 
 

@@ -1,4 +1,4 @@
-"""What must hold in every row: traces are bounded and grow; and how the trace criterion orders methods."""
+"""Relations that must hold in every row (traces are bounded and grow), and how well the trace orders methods."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the methods cost, beside the paper's figures."""
+"""The costs of the methods, next to the paper's figures."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What claims of the paper are judged by: cases that hold or do not, and the numbers behind them."""
+"""The evidence for claims of the paper: cases that hold or do not, and the numbers behind them."""
 
 import math
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def judged(claim: str, rule: str, cases: Sequence[Case], expected: int = 1) -> F
 
 @dataclass(frozen=True)
 class Tally:
-    """How often some methods are the best, how often that with ties, and of how many: ours, and the paper's."""
+    """How often some methods are the best, alone or with ties, and of how many lines: ours, and the paper's."""
 
     ours: tuple[int, int, int]
     paper: tuple[int, int, int]

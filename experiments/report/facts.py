@@ -1,4 +1,4 @@
-"""Facts of the networks beside the paper's: dead parameters, prior precision, ranks; and the names of both."""
+"""Facts about the networks next to the paper's: dead parameters, prior precision, ranks; and the names of both."""
 
 import math
 

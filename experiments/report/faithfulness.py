@@ -1,4 +1,4 @@
-"""Claims of the paper on how near subspaces come to the full posterior."""
+"""Claims of the paper on how close subspaces come to the full posterior."""
 
 import math
 

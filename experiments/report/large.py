@@ -1,4 +1,4 @@
-"""Large networks, whose full posterior is out of reach: traces, and what of the full one is certain."""
+"""Large networks, whose full posterior is out of reach: traces, and certified shares of the full trace."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def cut(dataset: str, published: Published) -> str:
 
 
 def traces(measurements: Measurements, dataset: str) -> Table:
-    """Return the log-trace for every s, the largest in bold, and the order of the methods; without s they stand apart."""
+    """Return the log-trace for every s, the largest in bold, and the order of the methods."""
     methods = [m for m in METHODS if measurements.dims(dataset, m, "log_trace")]
     rows = []
     for s in sorted({s for m in methods for s in measurements.dims(dataset, m, "log_trace")}):

@@ -22,7 +22,7 @@ PAPER_SEEDS = 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its standard error, None where there is but one seed or a value is infinite."""
+    """A mean over seeds with its standard error, which is None for a single seed or an infinite value."""
 
     mean: float
     standard_error: float | None
@@ -47,7 +47,7 @@ class Quote:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours minus the paper's, also in standard errors of the difference (None where the paper has none)."""
+    """Ours minus the paper's, also in standard errors of the difference (None if the paper has none)."""
 
     value: float
     standard_errors: float | None
@@ -73,8 +73,8 @@ class Difference:
 class Measurements:
     """Our results, averaged over seeds on demand.
 
-    A method is named by its projector, and by what it differs in from the paper's use of it (inputs of the subspace,
-    what stands outside of it).
+    A method is named by its projector, and by its differences from the paper's use of it (inputs of the subspace,
+    curvature outside of it).
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -170,7 +170,7 @@ def on_grid(s: int, largest: float) -> bool:
 
 
 class Published:
-    """The paper's numbers; `name` is that of a file in the folder `published`."""
+    """The paper's numbers; `name` is the name of a file in the folder `published`."""
 
     def __init__(self, folder: Path = PUBLISHED) -> None:
         tables = {path.stem: pd.read_csv(path, dtype=str, keep_default_na=False) for path in folder.glob("*.csv")}

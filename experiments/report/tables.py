@@ -54,7 +54,7 @@ def title(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table of the paper: where it stands, and what it is called."""
+    """A line of a table of the paper: its place and its name."""
 
     label: str
     dataset: str
@@ -116,7 +116,7 @@ def difference_cell(difference: Difference | None, digits: int) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a table of the paper compares with ours: cells, and of those with standard errors how many agree."""
+    """Comparison of a table of the paper with ours: the number of cells, and how many with standard errors agree."""
 
     cells: int
     tested: int
@@ -270,7 +270,7 @@ def corrupted_baselines(measurements: Measurements, datasets: Sequence[str], s: 
 
 
 def rank_correlations(measurements: Measurements, datasets: Sequence[str], largest: dict[str, float]) -> Table:
-    """Return Spearman's ρ of KL with −log-trace for each set and s, over the paper's projectors and over all feasible."""
+    """Return Spearman's ρ of KL with −log-trace for each set and s: the paper's projectors, and all feasible ones."""
     rows = []
     for dataset in datasets:
         dims = {s for m in FEASIBLE for s in measurements.dims(dataset, m, "log_trace")}

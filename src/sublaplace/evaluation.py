@@ -1,4 +1,4 @@
-"""The plain network beside the posterior, on data that neither has seen."""
+"""The plain network next to the posterior, on data that neither has seen."""
 
 from dataclasses import dataclass, field
 from math import sqrt
@@ -10,7 +10,7 @@ from torch import Tensor
 from sublaplace import metrics
 
 LEVELS = tuple(k / 20 for k in range(1, 20))
-"""Of the intervals whose coverage a picture shows."""
+"""Levels of the intervals whose coverage the figure shows."""
 
 COLUMNS = {
     "nll": ("NLL", ".4f"),
@@ -29,7 +29,7 @@ _LARGEST_MARKER = 500.0  # points², the area of a marker for all inputs
 
 @dataclass(frozen=True)
 class Judged:
-    """What one predictor scores.
+    """The scores of one predictor.
 
     Args:
         scores: "nll", then "accuracy", "ece" and "brier", or "rmse", "crps" and "coverage" of the 90 % interval.
@@ -55,7 +55,7 @@ class Evaluation:
 
     @property
     def gain(self) -> tuple[float, float]:
-        """By how much the posterior's NLL is smaller than the plain network's, and the standard error of that."""
+        """The decrease of the NLL by the posterior, and its standard error."""
         difference = self.posterior.log_densities - self.plain.log_densities
         spread = float(difference.std(correction=1)) if len(difference) > 1 else float("nan")
         return float(difference.mean()), spread / sqrt(len(difference))

@@ -320,7 +320,7 @@ class SubspaceLaplace:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
-        """Return scores of the plain network beside the posterior's, on data that neither has seen.
+        """Return scores of the plain network and of the posterior, on data that neither has seen.
 
         NLL, accuracy, ECE and Brier score for classes; NLL, RMSE, CRPS and the coverage of 90 % intervals for
         regression, where the plain network's σ is the root mean square of its training residuals. `print` shows a

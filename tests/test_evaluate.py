@@ -225,6 +225,7 @@ def test_the_table_shows_both_and_a_verdict():
     model, inputs, targets = problem("classification")
     found = evaluated(fitted(model, "classification", inputs, targets), inputs, targets)
     lines = str(found).splitlines()
+    assert repr(found) == str(found)  # as a notebook shows it
     assert lines[0].split() == ["NLL", "accuracy", "ECE", "Brier"]
     assert lines[1].startswith("plain network") and lines[2].startswith("posterior")
     for line, judged in ((lines[1], found.plain), (lines[2], found.posterior)):

@@ -45,9 +45,9 @@ class Judged:
     counts: Tensor | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Scores of the plain network and of the posterior; `print` shows them as a table, `plot` as a picture."""
+    """Scores of the plain network and of the posterior; shown as a table, `plot` draws a figure."""
 
     plain: Judged
     posterior: Judged
@@ -60,7 +60,7 @@ class Evaluation:
         spread = float(difference.std(correction=1)) if len(difference) > 1 else float("nan")
         return float(difference.mean()), spread / sqrt(len(difference))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         names = list(self.plain.scores)
         rows = [["", *(COLUMNS[name][0] for name in names)]]
         for title, judged in (("plain network", self.plain), ("posterior", self.posterior)):

@@ -73,7 +73,7 @@ def divergences(measurements: Measurements, datasets: Sequence[str], s: int) -> 
     labels = [f"{name} †" if name in NEED_EXACT else name for name in COMPARED]
     rows = [[name, *cells] for name, cells in zip([*labels, "seeds"], zip(*columns, strict=True), strict=True)]
     caption = (
-        f"KL from the full posterior at s = {s} (joint over the inputs; a mean an input for classification). † needs "
+        f"KL from the full posterior at s = {s} (joint over inputs; their mean for classification). † needs "
         "the exact curvature over all parameters; bold: the least without it, and the least with it where that is less"
     )
     return Table(caption, ["method", *datasets], rows)
@@ -113,7 +113,7 @@ def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
             gaps.append((dataset, gap))
     misses = [where for where, holds in below if not holds]
     held = (
-        f"Nearer to the full posterior than both KFAC and {PAPER} in {len(below) - len(misses)} of {len(below)} cases"
+        f"Closer to the full posterior than both KFAC and {PAPER} in {len(below) - len(misses)} of {len(below)} cases"
     )
     exceptions = f" (not on {', '.join(misses)})" if misses else ""
     closed = ", ".join(f"{dataset} {100 * gap:.0f} %".replace("-", "−") for dataset, gap in gaps)

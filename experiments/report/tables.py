@@ -49,7 +49,7 @@ def title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("_", " "))
 
 
-# Ours beside the paper's ----------------------------------------------------------------------------------------------
+# Ours next to the paper's ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def agreement_table(
             difference = signed(found.median_difference, 3)
             rows.append([name, title(metric), str(found.cells), within, difference, number(found.correlation, 2)])
     header = ["table", "metric", "cells", "within two standard errors", "median difference", "Spearman's ρ"]
-    return Table("Our cells beside the paper's", header, rows, labels=2)
+    return Table("Our cells compared with the paper's", header, rows, labels=2)
 
 
 # What was run ---------------------------------------------------------------------------------------------------------

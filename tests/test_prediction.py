@@ -54,6 +54,18 @@ def made(likelihood, mean, covariance, **options):
     return Prediction(mean, likelihood, uncertainty, **options)
 
 
+def test_its_text_tells_shapes_and_computes_nothing():
+    la, inputs = fitted("classification")
+    found = la.predict(inputs)
+    text = "Prediction(classification, link='probit', mean (20, 2), variance (20, 2), covariance not formed yet)"
+    assert repr(found) == text and not found.uncertainty.is_formed and "probabilities" not in vars(found)
+    _ = found.covariance
+    assert repr(found) == text.replace("not formed yet", "formed")
+    assert "link='mc'" in repr(la.predict(inputs, "mc")) and "covariance formed" in repr(la.predict(inputs, "mc"))
+    la, inputs = fitted("regression")
+    assert repr(la.predict(inputs)).startswith("Prediction(regression, mean (20, 2), variance")
+
+
 def gaussians(n=6, C=3, scale=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     mean, root = (torch.randn(n, C, *more, generator=generator, dtype=torch.float64) for more in ((), (C,)))

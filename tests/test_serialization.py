@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import warnings
 import zipfile
 
 import pytest
@@ -11,7 +12,7 @@ from networks import make
 from safetensors.torch import save_file
 from test_laplace import labels, loader, sized
 
-from sublaplace import PROJECTORS, Categorical, Complement, SavedFileError, SubspaceLaplace
+from sublaplace import PROJECTORS, Categorical, Complement, Gaussian, SavedFileError, SubspaceLaplace
 from sublaplace.model.likelihoods.base import likelihood_from
 
 
@@ -115,6 +116,24 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == ["la.safetensors"]
     assert torch.equal(SubspaceLaplace.load(path, model)(inputs), la(inputs))
+
+
+@pytest.mark.parametrize("likelihood", ["regression", Gaussian("per-output"), Gaussian(0.3)], ids=repr)
+def test_a_loaded_posterior_knows_whether_its_noise_was_given(likelihood, tmp_path):
+    model, inputs = make("mlp", 60)
+    targets = model(inputs).detach() + torch.linspace(-0.5, 0.5, 60, dtype=torch.float64)[:, None]
+    train, validation = loader(inputs[:30], targets[:30]), loader(inputs[30:], targets[30:] * 2)
+    la = SubspaceLaplace(model, likelihood).fit(train, validation)
+    la.save(tmp_path / "la.safetensors")
+    loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
+    assert loaded.noise_std == la.noise_std and loaded.likelihood == la.likelihood
+    found, expected = loaded.evaluate(validation), la.evaluate(validation)
+    assert found.plain.scores == pytest.approx(expected.plain.scores)
+    assert found.posterior.scores == pytest.approx(expected.posterior.scores)
+    assert "but P has rank" in la.summary() and "but P has rank" in loaded.summary()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as a fit with the default dimension
+        assert repr(loaded.fit(train, validation)) == repr(la)
 
 
 def test_the_summary_tells_what_was_fitted():

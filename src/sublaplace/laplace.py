@@ -28,7 +28,7 @@ from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.model.calling import call_model
-from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
 from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
@@ -63,7 +63,7 @@ class SubspaceLaplace:
         likelihood: "classification", "regression", "binary", "multi-label", or a likelihood object such as
             ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``.
         dim: s, the dimension of the subspace, or ``Captured(0.5, at_most=500)``: the smallest that guarantees this
-            share of the full approximation's trace. None: 100.
+            share of the full approximation's trace. None: 100. A smaller rank of P limits s, and `summary` says so.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
@@ -263,10 +263,7 @@ class SubspaceLaplace:
         once = isinstance(x, Iterator)
         whole = once or link in WITH_MATRICES or fitted.survey.num_outputs == 1
         means, variances, matrices = self._passed(fitted, x, variances=not whole, matrices=whole, progress=progress)
-        if whole:
-            uncertainty = Covariance(matrices.diagonal(dim1=1, dim2=2), lambda: matrices)
-        else:
-            uncertainty = Covariance(variances, lambda: self.functional_covariance(x))
+        uncertainty = Covariance.of(matrices) if whole else Covariance(variances, lambda: self.functional_covariance(x))
         return Prediction(means, fitted.survey.likelihood, uncertainty, link, samples, self._options.seed)
 
     def _passed(
@@ -328,7 +325,7 @@ class SubspaceLaplace:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
-        """Return scores of the plain network beside the posterior's, on data that neither has seen.
+        """Return scores of the plain network and of the posterior, on data that neither has seen.
 
         NLL, accuracy, ECE and Brier score for classes; NLL, RMSE, CRPS and the coverage of 90 % intervals for
         regression, where the plain network's σ is the root mean square of its training residuals. `print` shows a
@@ -496,7 +493,12 @@ class SubspaceLaplace:
     @property
     def noise_std(self) -> Noise | None:
         """σ of regression, one number or one for each output; None for classification and before an estimate."""
-        return (self._options.likelihood if self._state is None else self._state.survey.likelihood).noise_std
+        return self.likelihood.noise_std
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """How targets depend on the outputs; after fit with the σ in use, where it has one."""
+        return self._options.likelihood if self._state is None else self._state.survey.likelihood
 
     @property
     def complement_weight(self) -> float | None:
@@ -526,7 +528,8 @@ class SubspaceLaplace:
         if checked_count(dim, "dim") > subspace.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
         certificate = None if fitted.certificate is None else fitted.certificate.truncated(dim)
-        return self._with(replace(fitted, posterior=fitted.posterior.truncated(dim), certificate=certificate))
+        posterior = fitted.posterior.truncated(dim)
+        return self._with(replace(fitted, posterior=posterior, certificate=certificate, dim_note=""))
 
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """Return the same subspace under another λ, without a pass over the data (P was built at the old λ)."""
@@ -673,14 +676,16 @@ class SubspaceLaplace:
             "certificate": None,
             "model": model_fingerprint(self.model),
             "survey": fitted.survey.numbers(),
+            "likelihood": options.likelihood.numbers(),  # as given: whether σ is to be estimated
             "projector": None if options.projector is None else options.projector.label,
-            "dim": plain_numbers(options.dim) if options.reduces and not _own_dim(options) else None,
+            "dim": plain_numbers(options.dim) if _asks_for_dim(options) else None,
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
             "prior_precision": options.prior_precision,
             "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
+            "dim_note": fitted.dim_note,
             "units": fitted.units,
         }
         if fitted.certificate is not None:
@@ -717,7 +722,7 @@ class SubspaceLaplace:
             survey = Survey.from_numbers(found["survey"])
             la = cls(
                 model,
-                survey.likelihood,
+                likelihood_from(found["likelihood"]),
                 option_from(found["dim"]),
                 projector=restored_projector(found["projector"]),
                 complement=option_from(found["complement"]),
@@ -733,9 +738,9 @@ class SubspaceLaplace:
             certificate = None
             if found["certificate"] is not None:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
+            about = {key: found[key] for key in ("units", "chosen_by", "dim_note")}
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        about = {"units": found["units"], "chosen_by": found["chosen_by"]}
         la._state = Fitted(linearization, posterior, survey, certificate, **about)
         la._fingerprint = ParameterLayout.fingerprint(model)
         return la
@@ -808,5 +813,6 @@ def _checked_link(link: str | None) -> None:
         raise unknown(link)
 
 
-def _own_dim(options: Options) -> bool:
-    return options.projector is not None and options.projector.own_dim
+def _asks_for_dim(options: Options) -> bool:
+    projector = options.projector
+    return projector is not None and projector.reduces and not projector.own_dim and not options.default_dim

@@ -151,7 +151,10 @@ class _Run:
             share = float(certificate.captured(self._jacobians(judged))[-1])
         ratios = self._kfac_trace_ratios(context)
         units = self.linearization.units
-        return Fitted(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how)
+        note = self._dim_note(posterior)
+        return Fitted(
+            self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how, note
+        )
 
     # The data ---------------------------------------------------------------------------------------------------------
 
@@ -255,6 +258,14 @@ class _Run:
         matrices = projector.stores_matrix + (options.outside is not None) + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
         return dim
+
+    def _dim_note(self, posterior: Posterior) -> str:
+        """Return why s is smaller than the dimension asked for; empty where it is not."""
+        options, projector = self.options, self.options.projector
+        if projector is None or projector.own_dim or options.chooses_dim or posterior.dim >= options.largest_dim:
+            return ""
+        asked = "the default is" if options.default_dim else "asked for:"
+        return f"{asked} {options.largest_dim}, but P has rank {posterior.dim}"
 
     def _jacobians(self, inputs: Any) -> Jacobians:
         """Return J of some of X′, as they are used."""

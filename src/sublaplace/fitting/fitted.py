@@ -33,6 +33,7 @@ class Fitted:
     captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
     units: dict[str, float] | None = None  # of the parameters, with one λ per layer
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
+    dim_note: str = ""  # why s is smaller than the dimension asked for, for people
 
     def with_prior(self, prior_precision: float) -> "Fitted":
         """Return it under another λ."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from sublaplace.data.batches import Batch
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
+from sublaplace.model.linalg import cholesky
 from sublaplace.projection import Projection
 from sublaplace.runtime.warning import warn
 
@@ -77,13 +78,17 @@ class LinearisedData:
         inside = torch.cat(
             [projection.part(name).double() @ theta[part, None] for name, part in layout.slices.items()], dim=1
         ).sum(1)  # Pᵀθ̂
+        # With PᵀP = LLᵀ, the columns of P L⁻ᵀ are orthonormal, also where a user's projector does not make them so.
+        factor = cholesky(projection.gram(), "The Gram matrix of the projection")
+        inside = torch.linalg.solve_triangular(factor, inside[:, None], upper=False)[:, 0]
         squared, eps = theta.square().sum(), torch.finfo(linearization.dtype).eps
         rest = (squared - inside.square().sum()).clamp_min(0).sqrt()
         outside = bool(rest.square() > 100 * eps * squared)  # otherwise θ̂ lies in the subspace, up to rounding
         vectors = layout.unflatten(theta[None].to(linearization.dtype))
         outputs, rows = [], []
         for jacobian in linearization.chunks(data.inputs):
-            reduced = projection.apply(jacobian).double()
+            reduced = projection.apply(jacobian).double().mT
+            reduced = torch.linalg.solve_triangular(factor, reduced, upper=False).mT
             outputs.append(jacobian.outputs.double())
             if outside:
                 along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest

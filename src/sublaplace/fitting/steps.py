@@ -47,11 +47,20 @@ def require_room_for_projection(linearization: Linearization, dim: int, matrices
 
 
 def built_projection(projector: Projector, context: ProjectorContext) -> Projection:
-    """Return P, built or taken from the checkpoint of the context's stream."""
+    """Return P, built or taken from the checkpoint of the context's stream.
+
+    Raises:
+        TypeError: if the projector returns something else than a projection.
+    """
     checkpoint, linearization = context.stream.checkpoint, context.linearization
     if checkpoint is not None and (found := checkpoint.read("projection")):
         return projection_from(found[0], linearization.layout, linearization.dtype)
     projection = projector(context)
+    if not hasattr(projection, "apply"):
+        raise TypeError(
+            f"The projector '{projector.label}' must return a projection, a Basis or a Subset, not "
+            f"{type(projection).__name__}."
+        )
     ranks = ranks_of(context.stream.loader)
     if ranks.size > 1:
         # All ranks have built it from the same numbers; on different machines rounding may differ.

@@ -1,6 +1,6 @@
 """What is predicted for new inputs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 
@@ -13,7 +13,7 @@ from sublaplace.model.likelihoods.links import Covariance, Interval, standard_no
 _ENTROPY_DRAWS = 256  # of the logits, for the entropy that is expected under the posterior
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The prediction for n inputs; what is not asked for is not computed.
 
@@ -23,11 +23,18 @@ class Prediction:
 
     mean: Tensor
     """The network's outputs f, (n, C)."""
-    likelihood: Likelihood = field(repr=False)
-    uncertainty: Covariance = field(repr=False)
+    likelihood: Likelihood
+    uncertainty: Covariance
     link: str = "probit"
     samples: int = 1000
     seed: int = 0
+
+    def __repr__(self) -> str:
+        kind = self.likelihood.name or type(self.likelihood).__name__
+        link = f", link='{self.link}'" if self.has_probabilities else ""
+        parts = [f"mean {tuple(self.mean.shape)}", f"variance {tuple(self.variance.shape)}"]
+        formed = f"covariance {'formed' if self.uncertainty.is_formed else 'not formed yet'}"
+        return f"Prediction({kind}{link}, {', '.join(parts)}, {formed})"
 
     @property
     def variance(self) -> Tensor:

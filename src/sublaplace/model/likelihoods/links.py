@@ -36,10 +36,22 @@ class Covariance:
         self.variance = variance  # (n, C)
         self._matrix = matrix
 
+    @classmethod
+    def of(cls, matrix: Tensor) -> "Covariance":
+        """Return the covariances of matrices that were formed already, (n, C, C)."""
+        found = cls(matrix.diagonal(dim1=1, dim2=2), lambda: matrix)
+        vars(found)["matrix"] = matrix  # where the cached property keeps it
+        return found
+
     @cached_property
     def matrix(self) -> Tensor:
         """The whole matrices, (n, C, C)."""
         return self._matrix()
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the matrices were formed, so that `matrix` costs nothing."""
+        return "matrix" in vars(self)
 
 
 def scaled(outputs: Tensor, variance: Tensor) -> Tensor:

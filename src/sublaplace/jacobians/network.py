@@ -1,5 +1,6 @@
 """A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from sublaplace.data.batches import num_inputs, plain
 from sublaplace.jacobians.capture import Capture
-from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
+from sublaplace.model.borrowing import borrowed, full_precision
+from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -21,11 +23,15 @@ class Network:
     def __init__(self, model: nn.Module, forward: Forward) -> None:
         self.model, self.forward = model, forward
         self.layout = ParameterLayout.of(model)
-        self.parameters = self.layout.parameters(model)
-        self._names = {id(p): name for name, p in self.parameters.items()}
-        self._borrowed = 0
+        self._find_parameters()
+        self._borrower: int | None = None  # the thread that has borrowed the model
         # Only oneDNN convolutions gain from this memory order, and they run in float32 on a CPU.
         self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
+
+    def _find_parameters(self) -> None:
+        """Look up the parameter objects, which a user may have replaced by equal ones since."""
+        self.parameters = self.layout.parameters(self.model)
+        self._names = {id(p): name for name, p in self.parameters.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,18 +48,24 @@ class Network:
         """The largest allowed difference between two computations of the same numbers, relative to the largest one."""
         return 1e-3 if self.dtype.itemsize < 8 else 1e-8
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether this thread has borrowed the model."""
+        return self._borrower == threading.get_ident()
+
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Put the model into eval mode and restore it afterwards; contexts may be nested."""
-        if self._borrowed:
+        """Put the model into eval mode and restore it afterwards; contexts may be nested, and other threads wait."""
+        if self.is_borrowed:
             yield
             return
-        self._borrowed += 1
-        try:
-            with borrowed(self.model), torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
+        with borrowed(self.model), full_precision(self.device):
+            self._find_parameters()
+            self._borrower = threading.get_ident()
+            try:
                 yield
-        finally:
-            self._borrowed -= 1
+            finally:
+                self._borrower = None
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""

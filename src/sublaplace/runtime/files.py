@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-SCHEMA = 3
+SCHEMA = 4
 _EMPTY = "0" * 64
 _MARK = b'"checksum":"'
 _PIECE = 2**22

@@ -139,7 +139,8 @@ class SubspaceLaplace:
         require_cpu_for(self._options.resources.scratch_folder, model)
         self._forward: Forward = call_model if forward is None else forward
         self._labels_key = labels_key
-        self._layout = ParameterLayout.of(model)
+        with claimed(model):  # another thread that has borrowed it has changed its flags for a while
+            self._layout = ParameterLayout.of(model)
         self._resolved = self._options.resolved()  # with what "auto" stands for
         self._state: Fitted | None = None
         self._fingerprint = Fingerprint({}, (), "")
@@ -746,8 +747,20 @@ class SubspaceLaplace:
         Raises:
             SavedFileError: for a file that is not ours, altered or from another model. No code is executed.
         """
+        with claimed(model):
+            return cls._loaded(path, model, forward, labels_key, memory_budget)
+
+    @classmethod
+    def _loaded(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        forward: Forward | None,
+        labels_key: str,
+        memory_budget: int | None,
+    ) -> "SubspaceLaplace":
         layout = ParameterLayout.of(model)
-        tensors, found = files.read(path, layout.flat(model).device)
+        tensors, found = files.read(path, next(model.parameters()).device)
         try:
             require_same_model(found["model"], found["modules"], model)
             survey = Survey.from_numbers(found["survey"])

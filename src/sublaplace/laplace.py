@@ -643,12 +643,14 @@ class SubspaceLaplace:
         fitted = self._fitted()
         prior = fitted.posterior.prior_precision if prior_precision is None else prior_precision
         checked_positive(prior, "prior_precision")
-        noise = torch.as_tensor(fitted.survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        noise = torch.as_tensor(
+            fitted.survey.noise_std if noise_std is None else noise_std, dtype=torch.float64, device="cpu"
+        )
         if noise_std is not None:
             checked_noise(noise)
             fitted.require_noise_like(noise.numel())
         evidence = evidence_of(fitted.posterior, fitted.survey, fitted.linearization.squared_norm())
-        return evidence(torch.as_tensor(prior, dtype=torch.float64), noise)
+        return evidence(torch.as_tensor(prior, dtype=torch.float64, device="cpu"), noise)
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
@@ -658,7 +660,7 @@ class SubspaceLaplace:
 
         Args:
             count: how many.
-            generator: on the CPU; None: one with the object's seed, so that every call gives the same draws.
+            generator: on any device; None: one on the CPU with the object's seed, so that all calls draw the same.
         """
         fitted = self._fitted()
         linearization = fitted.linearization
@@ -695,7 +697,7 @@ class SubspaceLaplace:
             "Draw fewer at once.",
         )
         used = torch.Generator().manual_seed(self._options.seed) if generator is None else generator
-        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64)
+        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64, device=used.device)
 
     # Files ------------------------------------------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ class _Run:
             return look.drawn
         total, first = num_inputs(look.drawn.inputs), num_inputs(chosen)
         behind = num_inputs(look.inputs)
-        kept = torch.cat([torch.arange(first), torch.arange(behind, total)])
+        kept = torch.cat([torch.arange(first, device="cpu"), torch.arange(behind, total, device="cpu")])
         weights = None if look.drawn.weights is None else look.drawn.weights[kept]
         return Batch(select(look.drawn.inputs, kept), look.drawn.targets[kept], weights)
 

@@ -206,7 +206,7 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
 
 def _least(losses: list[float], at_end: bool) -> float:
     """Return the λ of the smallest loss on the grid `LOG_PRIORS`, refined by a parabola."""
-    values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
+    values = torch.tensor(losses, dtype=torch.float64, device="cpu").nan_to_num(nan=torch.inf)
     best = int(values.argmin())
     if best in (0, len(losses) - 1):
         if at_end:

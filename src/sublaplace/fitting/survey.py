@@ -33,7 +33,7 @@ class Survey:
         """Return ln p(D|θ̂), differentiable in σ."""
         if self.likelihood.has_noise:
             return self.residuals.log_likelihood(noise_std)
-        return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64)
+        return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64, device="cpu")
 
     @property
     def noise_std(self) -> Noise:
@@ -89,7 +89,7 @@ class Survey:
             numbers.get("num_counting", numbers["num_data"]),
             numbers["num_outputs"],
             likelihood_from(numbers["likelihood"]),
-            Residuals(*(torch.tensor(sums, dtype=torch.float64) for sums in numbers["residuals"])),
+            Residuals(*(torch.tensor(sums, dtype=torch.float64, device="cpu") for sums in numbers["residuals"])),
             numbers["fixed_log_likelihood"],
         )
 

@@ -92,7 +92,7 @@ def _verify(network: Network, plan: Plan, inputs: Any, jacobian_of: JacobianOf) 
     """
     generator = torch.Generator().manual_seed(0)
     shape = (3, min(plan.num_outputs, _PROBED_ROWS), plan.num_outputs)
-    rows = torch.randn(shape, generator=generator, dtype=torch.float64).to(network.device, network.dtype)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(network.device, network.dtype)
     u = rows.sum(1)
     expected = network.plain_gradients(inputs, u)
     for name, value in expected.items():

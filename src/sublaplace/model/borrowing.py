@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -55,7 +55,8 @@ def claimed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch off a user's autocast and inference mode, in which sums would be rounded or gradients missing."""
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+    autocast = torch.amp.is_autocast_available(device.type)
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         yield
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import sqrt
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -132,6 +132,5 @@ class Prediction:
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, but it is {level}.")
         noise = self._noise_variances()
-        quantile = sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
-        half = quantile * (self.variance + noise).sqrt()
+        half = NormalDist().inv_cdf((1 + level) / 2) * (self.variance + noise).sqrt()
         return Interval(self.mean - half, self.mean + half)

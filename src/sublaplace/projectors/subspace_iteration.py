@@ -59,7 +59,7 @@ def dominant_directions(
         if start is not None:
             return jacobian.matmul(start)
         shape = (jacobian.num_inputs, jacobian.num_rows, r)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
     W = jacobians.linearization.zero_vectors(r)
     _add_products(jacobians, first, W)

@@ -59,11 +59,11 @@ def read(path: str | os.PathLike[str], device: torch.device) -> tuple[dict[str, 
     if _digest(source, place).encode() != expected:
         raise SavedFileError(f"{source} was altered or cut short: its checksum is wrong. Save the posterior again.")
     try:
-        with safe_open(source, framework="pt", device=str(device)) as file:
+        with safe_open(source, framework="pt", device="cpu") as file:
             description = json.loads(file.metadata()["sublaplace"])
             # A copy has the memory alignment that torch gives to new tensors. The order of sums, and with it the last
             # digit, may depend on the alignment.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensors = {name: file.get_tensor(name).clone().to(device) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise SavedFileError(f"{source} is not a posterior saved by sublaplace: {error}.") from error
     if description.get("schema") != SCHEMA:

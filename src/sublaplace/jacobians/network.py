@@ -135,19 +135,31 @@ class Network:
         return "The network's outputs hold NaN or infinity, although no layer with parameters does."
 
     def plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
-        """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter."""
+        """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter.
+
+        Raises:
+            ValueError: if the network cannot be differentiated.
+        """
         parameters = list(self.parameters.values())
         for p in parameters:
             p.requires_grad_()
         try:
             with torch.enable_grad():
                 outputs = self.forward(self.model, inputs)
+            if not outputs.requires_grad:
+                raise ValueError(
+                    "The outputs have no gradient with respect to the parameters: the forward pass runs under "
+                    "torch.no_grad or torch.inference_mode, or it detaches its result. Remove that from the model, or "
+                    "give a function without it as forward=…."
+                )
             gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+        except RuntimeError as error:
+            raise ValueError(f"The network cannot be differentiated with respect to its parameters: {error}") from error
         finally:
             for p in parameters:
                 p.requires_grad_(False)
         return {
-            name: torch.zeros_like(p).flatten() if g is None else g.flatten()
+            name: torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten()
             for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
         }
 

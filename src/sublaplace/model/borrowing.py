@@ -79,11 +79,13 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             for p, flag in flags:
                 p.requires_grad_(flag)
             for module, held in buffers:
-                module._buffers.update(held)
-            for buffer, version, value in values:
+                for name, value in held.items():
+                    if module._buffers[name] is not value:
+                        module._buffers[name] = value
+            for buffer, version, before in values:
                 if buffer._version != version:
                     with torch.no_grad():
-                        buffer.copy_(value)
+                        buffer.copy_(before)
 
         try:
             model.eval()

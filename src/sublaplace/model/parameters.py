@@ -25,7 +25,8 @@ class ParameterLayout:
         """Return the layout of a model.
 
         Raises:
-            ValueError: if no parameter requires grad, if devices or dtypes differ, or if a parameter is not finite.
+            ValueError: if no parameter requires grad, if devices or dtypes differ, if a parameter is not finite, or if
+                a tensor was made in inference mode.
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         if not named:
@@ -33,6 +34,12 @@ class ParameterLayout:
                 "The model has no parameter that requires grad, so the posterior would be empty. "
                 "Set requires_grad=True on the parameters that the Laplace approximation should cover."
             )
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_inference():
+                raise ValueError(
+                    f"'{name}' was made in torch.inference_mode, so it has no gradient. Create or load the model "
+                    "outside of it."
+                )
         devices = sorted({str(p.device) for _, p in named})
         if len(devices) > 1:
             raise ValueError(f"The parameters are on several devices ({', '.join(devices)}); move them to one.")

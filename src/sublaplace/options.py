@@ -84,8 +84,11 @@ class Resources:
             checked_count(self.memory_budget, "memory_budget")
         if self.direction_tolerance is not None:
             object.__setattr__(self, "direction_tolerance", checked_tolerance(self.direction_tolerance))
-        if self.scratch_folder is not None and not os.path.isdir(self.scratch_folder):
-            raise ValueError(f"scratch_folder={os.fspath(self.scratch_folder)!r} is not a folder; create it first.")
+        if self.scratch_folder is not None:
+            folder = os.path.expanduser(self.scratch_folder)
+            if not os.path.isdir(folder):
+                raise ValueError(f"scratch_folder={os.fspath(folder)!r} is not a folder; create it first.")
+            object.__setattr__(self, "scratch_folder", folder)
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the direction tolerance for a model of this type."""

@@ -44,9 +44,21 @@ def on_disk(size: int, dtype: torch.dtype, folder: str | os.PathLike[str]) -> to
 
     The file is already unlinked, so it is deleted together with the vector. The operating system caches as much of the
     file as fits into memory.
+
+    Raises:
+        MemoryError: if the disk is full.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="sublaplace-") as file:
         file.truncate(size * dtype.itemsize)
+        if size and hasattr(os, "posix_fallocate"):
+            # Without blocks of its own, a page that does not fit onto the disk would end the process by a signal.
+            try:
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+            except OSError as error:
+                raise MemoryError(
+                    f"{readable(size * dtype.itemsize)} cannot be kept in {folder}: the disk is full, or {error}. Make "
+                    "room, or choose a smaller dim."
+                ) from error
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype)
 
 

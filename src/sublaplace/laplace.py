@@ -53,7 +53,7 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projectors.registry import Builder, Projector, restored_projector
 from sublaplace.runtime import files
 from sublaplace.runtime.checks import checked_count, checked_positive
-from sublaplace.runtime.distributed import shared_out
+from sublaplace.runtime.distributed import require_same_data, shared_out
 from sublaplace.runtime.memory import require
 
 _Arguments = ParamSpec("_Arguments")
@@ -217,6 +217,7 @@ class SubspaceLaplace:
                 self._require_other_data(train_loader, val_loader)
                 val_loader = self._checked_loader(val_loader, "val_loader", once=True)
                 if not isinstance(val_loader, Iterator):  # faults of the data are found before the work, not after it
+                    require_same_data(val_loader, "The validation data")
                     check_first_batch(val_loader, self._new_linearization(None), options.likelihood)
             validated = val_loader is not None
             fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)

@@ -186,6 +186,10 @@ class Options:
                 "fit(checkpoint=…) needs a projector with a name, by which a resumed fit recognises it: decorate your "
                 "function with @sublaplace.projector('my-name')."
             )
+        return self.described()
+
+    def described(self) -> dict[str, Any]:
+        """Return what the posterior depends on, beside the model and the data, as values that JSON can hold."""
         given = isinstance(self.subspace_inputs, Given)
         return {
             "likelihood": self.likelihood.numbers(),

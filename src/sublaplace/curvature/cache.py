@@ -9,6 +9,7 @@ from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import fits, require
 
 Exact = DensePrecision | DualPrecision
@@ -57,7 +58,8 @@ class Curvatures:
     def exact_fits(self, prior_precision: float) -> bool:
         """Return whether `exact` fits into memory or is already computed."""
         rows, p = self._sizes
-        return prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
+        here = prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
+        return all(ranks_of(self.stream.loader).gather(here))  # or the ranks would go different ways
 
     def in_units(self, linearization: Linearization, units: dict[str, float]) -> "Curvatures":
         """Return the curvatures with respect to parameters in other units; what was computed is converted."""

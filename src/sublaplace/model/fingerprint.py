@@ -36,6 +36,12 @@ class Fingerprint:
             digest.update(torch.cat([part for part in parts if part.device == device]).cpu().numpy().data)
         return cls(described_modules(model), forms, digest.hexdigest())
 
+    @property
+    def digest(self) -> str:
+        """One text for all of it, which another process can compare; devices aside."""
+        tensors = [(name, str(dtype), shape) for name, dtype, _, shape in self.tensors]
+        return hashlib.blake2b(repr((self.modules, tensors, self.values)).encode(), digest_size=16).hexdigest()
+
     def difference(self, later: "Fingerprint") -> str | None:
         """Return what has changed between two fingerprints, as the subject of a sentence; None if nothing has."""
         for name, kind in self.modules.items():

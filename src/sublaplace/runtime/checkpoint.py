@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -139,8 +140,11 @@ class Fingerprint:
             if isinstance(leaf, Tensor):
                 self._digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
                 self._digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            else:
-                self._digest.update(repr(leaf).encode())
+            elif hasattr(leaf, "__array__"):
+                self._digest.update(np.asarray(leaf).tobytes())
+            else:  # the text of other objects may hold their address
+                known = leaf is None or isinstance(leaf, str | bytes | int | float)
+                self._digest.update(repr(leaf if known else type(leaf)).encode())
 
     def text(self) -> str:
         """Return the digest in hexadecimal."""

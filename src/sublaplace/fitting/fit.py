@@ -264,7 +264,8 @@ class _Run:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
                 warn(message)
             dim = p
-        matrices = projector.stores_matrix + (options.outside is not None) + self.certify
+        outside = 0 if options.outside is None else 3  # Y, and two rotated copies of a layer, perhaps of nearly all
+        matrices = projector.stores_matrix + outside + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
         return dim
 

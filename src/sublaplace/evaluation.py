@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -131,14 +132,11 @@ def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor
 def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
     """Score Gaussian predictions with these means and variances, noise included: (n, C)."""
     distances = ((targets - mean).abs() / variance.sqrt()).double()
-    inside = [
-        float((distances <= sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))).double().mean())
-        for level in LEVELS
-    ]
+    inside = [float((distances <= NormalDist().inv_cdf((1 + level) / 2)).double().mean()) for level in LEVELS]
     scores = {
         "nll": -float(log_densities.mean()),
         "rmse": metrics.rmse(mean, targets),
         "crps": metrics.crps(mean, variance, targets),
         "coverage": inside[LEVELS.index(0.9)],
     }
-    return Judged(scores, log_densities, (torch.tensor(LEVELS), torch.tensor(inside)))
+    return Judged(scores, log_densities, (torch.tensor(LEVELS, device="cpu"), torch.tensor(inside, device="cpu")))

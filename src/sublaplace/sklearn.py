@@ -155,7 +155,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         """Return X (n, n_features) as a tensor of the network's dtype."""
         check_is_fitted(self)
         dtype = next(self.laplace_.model.parameters()).dtype
-        return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype)
+        return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype, device="cpu")
 
 
 def _warn_again(caught: list[warnings.WarningMessage]) -> None:
@@ -173,7 +173,7 @@ def _split(targets: Tensor, fraction: float, likelihood: Likelihood, seed: int) 
     """Return the positions to train on and those held out; for classification, each class has its share in both."""
     classes = None if likelihood.has_noise else targets.numpy()
     parts = train_test_split(np.arange(len(targets)), test_size=fraction, random_state=seed, stratify=classes)
-    return torch.tensor(parts[0]), torch.tensor(parts[1])
+    return torch.tensor(parts[0], device="cpu"), torch.tensor(parts[1], device="cpu")
 
 
 class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
@@ -258,13 +258,13 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         inputs, values = validate_data(
             self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2
         )
-        targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1))
+        targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1), device="cpu")
         standardise = Standardisation(targets)
         self._target_mean = standardise.mean.numpy()
         self._target_scale = standardise.scale.numpy()
         self._one_target = values.ndim == 1
         given = Hyperparameters(self._prior(), self._standardised_noise())
-        self._fit(torch.tensor(inputs), standardise(targets), targets.shape[1], Gaussian(), given)
+        self._fit(torch.tensor(inputs, device="cpu"), standardise(targets), targets.shape[1], Gaussian(), given)
         noise_std = np.asarray(self.laplace_.noise_std) * self._target_scale
         self.noise_std_ = float(noise_std[0]) if self._one_target else noise_std
         return self
@@ -407,7 +407,13 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"A classifier needs at least two classes; y holds one class, {self.classes_[0]}.")
         given = Hyperparameters(self._prior())
-        self._fit(torch.tensor(inputs), torch.tensor(labels), len(self.classes_), self._likelihood(), given)
+        self._fit(
+            torch.tensor(inputs, device="cpu"),
+            torch.tensor(labels, device="cpu"),
+            len(self.classes_),
+            self._likelihood(),
+            given,
+        )
         return self
 
     def _likelihood(self) -> Categorical:

@@ -230,7 +230,7 @@ def _least_below(losses: list[float], limit: float) -> float:
 
 def _least(losses: list[float]) -> tuple[float, bool]:
     """Return the λ of the smallest loss on the grid `LOG_PRIORS`, refined by a parabola, and whether it is an end."""
-    values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
+    values = torch.tensor(losses, dtype=torch.float64, device="cpu").nan_to_num(nan=torch.inf)
     best = int(values.argmin())
     if best in (0, len(losses) - 1):
         return float(10.0 ** LOG_PRIORS[best]), True

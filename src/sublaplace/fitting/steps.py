@@ -33,7 +33,10 @@ def curvature_stream(
 
 
 def require_room_for_projection(linearization: Linearization, dim: int, matrices: int) -> None:
-    """Raise MemoryError if so many p × s matrices do not fit into memory, or onto the disk of the scratch folder."""
+    """Raise MemoryError if so many p × s matrices do not fit, with the chunks of a pass, into memory.
+
+    In a scratch folder, they must fit onto its disk.
+    """
     p = linearization.layout.num_parameters
     needed, what = matrices * p * dim * linearization.dtype.itemsize, f"A projection of {p:,} × {dim:,} numbers"
     remedy = (
@@ -41,6 +44,7 @@ def require_room_for_projection(linearization: Linearization, dim: int, matrices
         "parameters with requires_grad=True"
     )
     if linearization.scratch_folder is None:
+        needed += linearization.policy.peak_bytes if matrices else 0  # the chunks of the passes
         require(needed, linearization.device, what, f"{remedy}; or keep it on disk with Resources(scratch_folder='…').")
     else:
         require_disk(needed, linearization.scratch_folder, what, f"{remedy}.")

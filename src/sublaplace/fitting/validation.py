@@ -123,7 +123,9 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     likelihood, linearization = fitted.survey.likelihood, fitted.linearization
     unit = likelihood.single_scale
     start = log10(fitted.posterior.prior_precision / unit)
-    taus = torch.logspace(start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64)
+    taus = torch.logspace(
+        start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64, device="cpu"
+    )
     weights = torch.ones_like(taus) * (1.0 if fitted.posterior.outside is None else fitted.posterior.outside.weight)
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     sweep = sweep_of(fitted.posterior)
@@ -169,8 +171,8 @@ def _counted_batches(
     """Yield inputs, targets, and how much each input counts: (n,)."""
     for inputs, targets, weights in batches(tqdm(loader, desc="validation", disable=not progress, leave=False)):
         counts = target_weights(likelihood, targets, weights)
-        each = torch.ones(len(targets), dtype=torch.float64) if counts is None else counts.amax(1).double()
-        yield inputs, targets, each
+        once = torch.ones(len(targets), dtype=torch.float64, device=targets.device)
+        yield inputs, targets, once if counts is None else counts.amax(1).double()
 
 
 def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+from sublaplace.model.borrowing import full_precision
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.links import Covariance, Interval, standard_normal, symmetric_root
 
@@ -54,7 +55,8 @@ class Prediction:
             ValueError: for a likelihood without probabilities, such as regression.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
+        with full_precision(self.mean.device):
+            found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
         if found is None:
             raise ValueError(
                 f"A prediction of kind '{self.likelihood.name}' has no probabilities; use mean and variance."
@@ -98,7 +100,10 @@ class Prediction:
 
         Cost: C³ per input and 256·n·C².
         """
-        generator = torch.Generator().manual_seed(self.seed)
+        with full_precision(self.mean.device):
+            return self._drawn_entropies(torch.Generator().manual_seed(self.seed))
+
+    def _drawn_entropies(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         root, mean = symmetric_root(self.covariance.double()), self.mean.double()
         expected = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
         averaged = torch.zeros_like(mean)
@@ -139,6 +144,5 @@ class Prediction:
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, but it is {level}.")
         noise = self._noise_variances()
-        quantile = sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
-        half = quantile * (self.variance + noise).sqrt()
+        half = NormalDist().inv_cdf((1 + level) / 2) * (self.variance + noise).sqrt()
         return Interval(self.mean - half, self.mean + half)

@@ -78,7 +78,7 @@ def _log_weight_of(
     rows = size * stream.linearization.num_outputs(held_back.inputs)
     exact = exact_ggn(part, rows, posterior.prior_precision)
     covariances = torch.cat([exact.covariance(jacobian).double() for jacobian in held_back])
-    unseen = torch.zeros(len(covariances), 1)
+    unseen = covariances.new_zeros(len(covariances), 1)
     return log2(nearest(own, covariances, held_back, stream.likelihood, unseen))
 
 
@@ -105,7 +105,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
     in bins (see `sweep.py`). The weight stays 1 where no other is better by more than rounding.
     """
     unit = posterior.scale if posterior.subspace is None else posterior.subspace.unit
-    grid = torch.arange(_LOWEST, _HIGHEST + _STEP / 2, _STEP, dtype=torch.float64)
+    grid = torch.arange(_LOWEST, _HIGHEST + _STEP / 2, _STEP, dtype=torch.float64, device="cpu")
     taus = torch.full_like(grid, posterior.prior_precision / unit)
     sweep, divergences, start = sweep_of(posterior), torch.zeros_like(grid), 0
     for jacobian in inputs:

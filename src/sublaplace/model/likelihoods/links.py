@@ -191,7 +191,7 @@ def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: to
 
 def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw on the CPU, so that every device sees the same numbers."""
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:

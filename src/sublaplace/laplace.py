@@ -27,6 +27,7 @@ from sublaplace.former_names import refuse_arguments, refuse_member
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.calling import call_model
 from sublaplace.model.likelihoods.base import Likelihood, Noise
 from sublaplace.model.likelihoods.gaussian import checked_noise
@@ -279,7 +280,7 @@ class SubspaceLaplace:
             )
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         with fitted.linearization.borrowed():
-            for jacobian in self._jacobians(x, progress):
+            for jacobian in self._jacobians(x, progress, posterior.wanted):
                 none = jacobian.outputs.new_empty(jacobian.num_inputs, 0)
                 variance = posterior.variance(jacobian) if variances else none
                 matrix = posterior.covariance(jacobian) if matrices else none
@@ -308,14 +309,14 @@ class SubspaceLaplace:
         )
         return fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
-    def _jacobians(self, x: Any, progress: bool = False) -> Iterator[Jacobian]:
+    def _jacobians(self, x: Any, progress: bool = False, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
         with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
-                    for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                    for jacobian in linearization.chunks(linearization.to_device(inputs), wanted=wanted):
                         yield jacobian
                         seen += jacobian.num_inputs
                         bar.update(jacobian.num_inputs)
@@ -448,7 +449,8 @@ class SubspaceLaplace:
         """
         fitted, subspace = self._usable(), self._subspace()
         with fitted.linearization.borrowed():
-            return torch.stack([subspace.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
+            jacobians = self._jacobians(x, wanted=subspace.wanted)
+            return torch.stack([subspace.traces(jacobian) for jacobian in jacobians]).sum(0)
 
     # What was fitted --------------------------------------------------------------------------------------------------
 
@@ -642,7 +644,8 @@ class SubspaceLaplace:
         drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
         vectors = self._layout.unflatten(drawn)
         with linearization.borrowed():
-            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in self._jacobians(x)]
+            jacobians = self._jacobians(x, wanted=Wanted(products=count))
+            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in jacobians]
         return torch.cat(parts, dim=1)
 
     def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sublaplace.curvature.joint import factored_joint_covariance
 from sublaplace.curvature.operators import PARTS, DiagonalPart, Part
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.runtime.memory import grouped
@@ -66,6 +67,11 @@ class Precision(ABC):
     def outside(self) -> "BlockPrecision | None":
         """The approximation outside of the exact dimensions, or None."""
         return None
+
+    @property
+    def wanted(self) -> Wanted:
+        """What `covariance` and `variance` ask of a Jacobian: all of its rows."""
+        return ROWS
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:

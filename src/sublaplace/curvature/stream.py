@@ -13,12 +13,14 @@ from sublaplace.data.loaders import one_shot
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.passes import Cotangents
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import ranks_of
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
+_MOST_OF_ROOTS = 2**25  # numbers in the roots of the output Hessians that are held at once, n·K·C
 
 
 class JacobianSums(Sums, Protocol):
@@ -35,6 +37,43 @@ class _Portion:
     inputs: Any
     weights: Tensor | None  # of each target: (n, 1) or (n, C)
     num_batches: int = 1
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a pass over the data yields; see `CurvatureStream.accumulate`."""
+
+    every_input: bool = False
+    scaled: bool = True
+    row_by_row: bool = False
+    wanted: Wanted = ROWS
+
+
+@dataclass(frozen=True)
+class _Roots:
+    """The rows Rᵀ of the output Hessians' roots, with scales and weights, as directions of Jacobian rows."""
+
+    likelihood: Likelihood
+    weights: Tensor | None  # of each target: (n, 1) or (n, C)
+    scaled: bool = True
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Return the rows times the square roots of scales and weights: (n, K, C)."""
+        rows = self.likelihood.hessian_root(outputs) * self._scales(outputs)
+        return rows if self.weights is None else rows * self.weights.sqrt().to(rows.dtype)[:, None, :]
+
+    def times(self, outputs: Tensor, products: Tensor) -> Tensor:
+        """Return the product with M (n, C, r), without forming the rows: (n, ·, r)."""
+        if self.weights is not None:
+            products = products * self.weights.sqrt().to(products.dtype)[:, :, None]
+        return self.likelihood.root_product(outputs, products) * self._scales(outputs)
+
+    def _scales(self, outputs: Tensor) -> Tensor:
+        """Return the square roots of several scales, one per row, or 1."""
+        scales = self.likelihood.curvature_scales
+        if not self.scaled or len(scales) == 1:
+            return outputs.new_ones(())
+        return torch.tensor(scales, dtype=outputs.dtype, device=outputs.device).sqrt()[:, None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +120,7 @@ class CurvatureStream:
             what: the label of the progress bar.
         """
         for portion in self._portions(what, 0):
-            yield from self._jacobians(portion, every_input=False, scaled=True, row_by_row=False)
+            yield from self._jacobians(portion, _Pass())
 
     def accumulate(
         self,
@@ -92,6 +131,7 @@ class CurvatureStream:
         row_by_row: bool = False,
         resumable: bool = True,
         over_ranks: bool = True,
+        wanted: Wanted = ROWS,
     ) -> None:
         """Add the Jacobians of all inputs to `sums`, in one pass over the data.
 
@@ -104,6 +144,8 @@ class CurvatureStream:
             row_by_row: whether to add Jacobians with one row per input (see `Linearization.row_by_row`).
             resumable: whether to store the sums in the checkpoint.
             over_ranks: whether to add up the sums of all ranks of a process group.
+            wanted: what the sums ask of each Jacobian. Products with vectors use forward mode where it costs less;
+                no direction is dropped then.
 
         Raises:
             ValueError: if the loader yields other data than in the pass before.
@@ -116,8 +158,9 @@ class CurvatureStream:
             if numbers["complete"]:
                 return
             done = numbers["batches"]
+        kind = _Pass(every_input, scaled, row_by_row, wanted)
         for portion in self._portions(what, done):
-            for jacobian in self._jacobians(portion, every_input, scaled, row_by_row):
+            for jacobian in self._jacobians(portion, kind):
                 sums.add(jacobian)
                 del jacobian  # frees its memory before the next one is computed
             done += portion.num_batches
@@ -162,70 +205,87 @@ class CurvatureStream:
         weights = None if batch.weights is None else batch.weights.to(device)
         return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights))
 
-    def _jacobians(self, portion: _Portion, every_input: bool, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
+    def _jacobians(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
-        self.linearization.look_at(portion.inputs)
-        if self._keeps_all_directions or self._needs_all(portion.inputs):
-            return self._chunks(portion, scaled, row_by_row)
-        return self._grouped(portion, every_input, row_by_row)
+        inputs = portion.inputs
+        self.linearization.look_at(inputs)
+        counts, most = self._few_counts(inputs)
+        if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
+            return self._forward(portion, kind)
+        # Counting the directions of every input is wasted if the first ones need all of them.
+        if self._keeps_all_directions or int(counts.min()) == most:
+            return self._chunks(portion, kind)
+        return self._grouped_pieces(portion, kind)
 
-    def _needs_all(self, inputs: Any) -> bool:
-        """Return whether the first inputs need all directions; counting directions per input is then wasted."""
-        cotangents = self.likelihood.hessian_root(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
-        return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
+    def _few_counts(self, inputs: Any) -> tuple[Tensor, int]:
+        """Return how many directions the first inputs need, (few,), and how many there are at most."""
+        outputs = self._outputs(select(inputs, slice(0, _SMALL_GROUP)))
+        few = outputs[: self._roots_at_once(outputs.shape[1])]
+        if self._keeps_all_directions or not len(few):
+            return torch.full((1,), outputs.shape[1]), outputs.shape[1]
+        roots = self.likelihood.hessian_root(few)
+        return significant(roots, self.tolerance), roots.shape[1]
 
-    def _chunks(self, portion: _Portion, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """Yield the Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs, None, row_by_row, self.num_vectors)
+    @staticmethod
+    def _roots_at_once(num_outputs: int) -> int:
+        """Return for how many inputs the roots of the output Hessians may be formed at once."""
+        return _MOST_OF_ROOTS // num_outputs**2
+
+    def _forward(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield Jacobians whose products with vectors come from forward mode, with all directions."""
+        step = self.linearization.forward_chunk_size(portion.inputs, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
             weights = None if portion.weights is None else portion.weights[part]
+            roots = _Roots(self.likelihood, weights, kind.scaled)
+            yield self.linearization.forward_jacobian(select(portion.inputs, part), roots)
 
-            def root(outputs: Tensor, weights: Tensor | None = weights) -> Tensor:
-                return self._root(outputs, weights, scaled)
+    def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a batch with all directions."""
+        step = self.linearization.chunk_size(portion.inputs, None, kind.row_by_row, self.num_vectors)
+        for start in range(0, num_inputs(portion.inputs), step):
+            part = slice(start, start + step)
+            weights = None if portion.weights is None else portion.weights[part]
+            roots = _Roots(self.likelihood, weights, kind.scaled)
+            yield from self._weighted(select(portion.inputs, part), roots, weights, kind)
 
-            yield from self._weighted(select(portion.inputs, part), root, weights, row_by_row)
-
-    def _weighted(
-        self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, row_by_row: bool
-    ) -> Iterator[Jacobian]:
+    def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobian of a chunk, whole or row by row, with the largest target weight of each input."""
         of_inputs = None if weights is None else weights.amax(1)
-        if row_by_row:
+        if kind.row_by_row:
             for jacobian in self.linearization.row_by_row(inputs, cotangents):
                 yield replace(jacobian, weights=of_inputs)
         else:
             yield replace(self.linearization.jacobian(inputs, cotangents), weights=of_inputs)
 
-    def _root(self, outputs: Tensor, weights: Tensor | None, scaled: bool = True) -> Tensor:
-        """Return the columns of R, as rows, times the square roots of scales and weights: (n, K, C)."""
-        rows = self.likelihood.hessian_root(outputs)
-        scales = self.likelihood.curvature_scales
-        if scaled and len(scales) > 1:
-            rows = rows * torch.tensor(scales, dtype=rows.dtype, device=rows.device).sqrt()[:, None]
-        return rows if weights is None else rows * weights.sqrt().to(rows.dtype)[:, None, :]
+    def _grouped_pieces(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a buffer, piece by piece if there are many outputs."""
+        outputs = self._outputs(portion.inputs)
+        step = max(1, self._roots_at_once(outputs.shape[1]))
+        for start in range(0, len(outputs), step):
+            part = slice(start, start + step)
+            weights = None if portion.weights is None else portion.weights[part]
+            yield from self._grouped(_Portion(select(portion.inputs, part), weights), outputs[part], kind)
 
-    def _grouped(self, portion: _Portion, every_input: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """Yield the Jacobians of a buffer, with inputs sorted by their number of directions."""
+    def _grouped(self, portion: _Portion, outputs: Tensor, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a piece, with inputs sorted by their number of directions."""
         inputs, weights = portion.inputs, portion.weights
-        cotangents = self._root(self._outputs(inputs), weights)
+        cotangents = _Roots(self.likelihood, weights)(outputs)
         if weights is not None and weights.shape[1] > 1:
             cotangents = longest_first(cotangents)  # ignored targets make some of them zero
         counts = significant(cotangents, self.tolerance)
         counts, order = counts.sort(stable=True)
-        start = 0 if every_input else int((counts == 0).sum())
+        start = 0 if kind.every_input else int((counts == 0).sum())
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            size = self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row, self.num_vectors)
+            size = self.linearization.chunk_size(inputs, int(counts[stop - 1]), kind.row_by_row, self.num_vectors)
             stop = min(stop, start + size)
             rows = int(counts[stop - 1])
             chosen = order[start:stop]
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
             kept = cotangents[chosen, :rows] * needed[:, :, None]
-            yield from self._weighted(
-                select(inputs, chosen), kept, None if weights is None else weights[chosen], row_by_row
-            )
+            yield from self._weighted(select(inputs, chosen), kept, None if weights is None else weights[chosen], kind)
             start = stop
 
     def _outputs(self, inputs: Any) -> Tensor:

@@ -43,6 +43,8 @@ def summary_text(title: str, fitted: Fitted) -> str:
         ends = f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most})"
         lines.append(_line("KFAC trace / exact", f"{ends}, on a few inputs"))
     lines.append(_line("backward passes", f"{linearization.passes:,} through one input"))
+    if linearization.forward_passes:
+        lines.append(_line("forward mode", f"{linearization.forward_passes:,} products through one input"))
     for name, why in linearization.unusual_parameters().items():
         lines.append(_line("general path", f"{name}: {why}"))
     for name, stage in fitted.stages.items():

@@ -31,6 +31,7 @@ class Call:
     edge: GradientEdge | None
     builders: tuple[tuple[str, BlockBuilder], ...]
     input_elements: int  # entries of the input in a block; a convolution's patches repeat the input
+    multiplications: int
 
 
 _RELU = (F.relu, torch.relu, Tensor.relu)
@@ -155,6 +156,7 @@ class Capture(TorchFunctionMode):
                     (self.parameters[id(p)], build) for p, build in use.builders if id(p) in self.parameters
                 ),
                 input_elements=_input_elements(use, source, output),
+                multiplications=use.fan_in * output.numel(),
             )
         )
         return output

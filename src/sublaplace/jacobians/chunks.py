@@ -8,6 +8,8 @@ from sublaplace.model.parameters import ParameterLayout
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
+_TANGENTS_AT_ONCE = 20  # in forward mode; the pass that they share is then a small part of the work
+_COPIES = 3  # of a tangent in activation functions and pooling
 _SHARE_OF_VECTORS = 4  # to reach that number, a chunk may use a quarter of the memory of P
 
 
@@ -44,3 +46,20 @@ class ChunkPolicy:
             vectors = self.num_vectors * layout.num_parameters * itemsize
             useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
         return max(1, min(self.memory_budget, useful) // one)
+
+    def tangents_at_once(self, plan: Plan, itemsize: int) -> int:
+        """Return how many tangents share a pass in forward mode; fewer if those of one input exceed the budget."""
+        one = max(1, _COPIES * plan.gradient_elements * itemsize)
+        return max(1, min(_TANGENTS_AT_ONCE, self.memory_budget // one))
+
+    def forward_size(self, plan: Plan, itemsize: int, count: int) -> int:
+        """Return how many inputs to process at once in forward mode within the memory budget.
+
+        Args:
+            plan: the measured size of the network's activations.
+            itemsize: bytes per number.
+            count: how many vectors the Jacobian is multiplied by; a product of `count` numbers per output is held.
+        """
+        tangents = _COPIES * plan.gradient_elements * min(count, self.tangents_at_once(plan, itemsize))
+        one = max(1, (tangents + 4 * plan.num_outputs * count) * itemsize)
+        return max(1, min(self.memory_budget, _USEFUL_CHUNK) // one)

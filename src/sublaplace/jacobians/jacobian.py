@@ -1,6 +1,6 @@
 """The factored Jacobian of a batch, and the Jacobians of many inputs in chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,8 +10,11 @@ from tqdm import tqdm
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
+
+_UNIT_VECTORS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -21,14 +24,18 @@ class Jacobian:
     A parameter without a block has zero rows. Row (n, k) is the gradient of uᵀf(x_n), where u is the k-th cotangent of
     input n: an output, or a column of the root of the output Hessian. Memory: the factors of the blocks,
     n·K·(activations of the network), never n·K·p.
+
+    If only products with vectors are wanted, they may come from forward-mode differentiation (see `forward.py`). The
+    blocks are then computed only if they are asked for.
     """
 
     layout: ParameterLayout
-    blocks: dict[str, Block]
+    blocks: Mapping[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
     weights: Tensor | None = None  # of the inputs, for sums over inputs rather than rows: (n,); None: 1
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
+    forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
 
     @property
     def num_inputs(self) -> int:
@@ -51,6 +58,8 @@ class Jacobian:
 
     def matmul(self, vectors: Vectors) -> Tensor:
         """Return J V for r vectors V: (n, K, r)."""
+        if self.forward is not None:
+            return self.require_finite(self.forward(vectors))
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
         for name, block in self.blocks.items():
@@ -87,11 +96,23 @@ class Jacobian:
             parts: the indices of the columns by parameter, from `ParameterLayout.split_indices`.
             count: the number of columns.
         """
+        if self.forward is not None:
+            return torch.cat([self.matmul(some) for some in self._unit_vectors(parts, count)], dim=2)
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, count)
         for name, (places, indices) in parts.items():
             if name in self.blocks:
                 result[:, :, places] = self.blocks[name].columns(indices)
         return self.require_finite(result)
+
+    def _unit_vectors(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Iterator[Vectors]:
+        """Yield the unit vectors of the columns, a few at a time."""
+        for start in range(0, count, _UNIT_VECTORS_AT_ONCE):
+            size = min(_UNIT_VECTORS_AT_ONCE, count - start)
+            vectors = {name: self.outputs.new_zeros(size, self.layout.sizes[name]) for name in parts}
+            for name, (places, indices) in parts.items():
+                chosen = (places >= start) & (places < start + size)
+                vectors[name][places[chosen] - start, indices[chosen]] = 1
+            yield vectors
 
     def dense_rows(self) -> Tensor:
         """Return all rows, (n·K, p), for small networks."""
@@ -122,7 +143,7 @@ class Engine(Protocol):
     def memory_budget(self) -> int:
         """Bytes for temporary chunks."""
 
-    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
+    def chunks(self, inputs: Any, *, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         """Yield the Jacobians of parts of a large batch, within the memory budget."""
 
     def num_outputs(self, inputs: Any) -> int:
@@ -139,11 +160,12 @@ class Jacobians:
     linearization: Engine
     inputs: Any
     progress: bool = False
+    wanted: Wanted = ROWS
 
     def __iter__(self) -> Iterator[Jacobian]:
         total = num_inputs(self.inputs)
         with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
-            for jacobian in self.linearization.chunks(self.inputs):
+            for jacobian in self.linearization.chunks(self.inputs, wanted=self.wanted):
                 yield jacobian
                 bar.update(jacobian.num_inputs)
 

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
+from sublaplace.jacobians.costs import cost_by_rows, cost_forward
+from sublaplace.jacobians.forward import Directions, LazyBlocks, forward_mode_works, forward_products
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Forward, Network
 from sublaplace.jacobians.passes import Cotangents, ForwardPass
 from sublaplace.jacobians.plan import Plan, Signature, described, signature
 from sublaplace.jacobians.probing import probed
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.calling import call_model
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
@@ -55,6 +58,7 @@ class Linearization:
         self.scratch_folder = scratch_folder
         self.units = units
         self.passes = 0  # number of backward passes so far, counted per input
+        self.forward_passes = 0  # number of Jacobian–vector products so far, counted per input
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
@@ -154,12 +158,68 @@ class Linearization:
         """Return ‖θ̂‖² in these units."""
         return float(self.flat_parameters().double().square().sum())
 
-    def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
-        """Yield the Jacobians of parts of a large batch, within the memory budget; arguments as in `jacobian`."""
+    def chunks(self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
+        """Yield the Jacobians of parts of a large batch, within the memory budget.
+
+        Args:
+            inputs: the batch.
+            cotangents: as in `jacobian`.
+            wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
+        """
         self.look_at(inputs)
-        step = self.chunk_size(inputs)
+        rows = self._plan(inputs).num_outputs
+        forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
+        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs)
         for start in range(0, num_inputs(inputs), step):
-            yield self.jacobian(select(inputs, slice(start, start + step)), cotangents)
+            part = select(inputs, slice(start, start + step))
+            yield self.forward_jacobian(part) if forward else self.jacobian(part, cotangents)
+
+    # Forward mode -----------------------------------------------------------------------------------------------------
+
+    def prefers_forward(self, inputs: Any, rows: int, wanted: Wanted) -> bool:
+        """Return whether forward mode is possible and costs less than `rows` backward passes per input (see `costs`).
+
+        The first answer for a network that prefers forward mode compares both ways on three of the inputs.
+        """
+        plan = self._plan(inputs)
+        if wanted.products is None or plan.forward_mode is False:
+            return False
+        by_rows = cost_by_rows(plan, self.layout.num_parameters, rows, wanted.products)
+        if cost_forward(plan, wanted.products) >= by_rows:
+            return False
+        if plan.forward_mode is None:
+            with self.borrowed():
+                few = select(inputs, torch.arange(3) % num_inputs(inputs))
+                plan.forward_mode = forward_mode_works(self.network, self.to_device(few))
+        return plan.forward_mode
+
+    def forward_chunk_size(self, inputs: Any, wanted: Wanted) -> int:
+        """Return how many inputs to process at once in forward mode, within the memory budget."""
+        return self.policy.forward_size(self._plan(inputs), self.dtype.itemsize, wanted.products or 1)
+
+    def forward_jacobian(self, inputs: Any, directions: Directions | None = None) -> Jacobian:
+        """Return a Jacobian whose products with vectors come from forward mode (see `forward_products`).
+
+        Args:
+            inputs: the batch.
+            directions: of the rows; None: one row per output.
+        """
+        inputs = self.to_device(inputs)
+        outputs = self.outputs(inputs)
+        at_once = self.policy.tangents_at_once(self._plan(inputs), self.dtype.itemsize)
+
+        def forward(vectors: Vectors) -> Tensor:
+            if self.units is not None:
+                vectors = {name: part * self.units[name] for name, part in vectors.items()}
+            with self.borrowed():
+                products = forward_products(self.network, inputs, vectors, at_once)
+            self.forward_passes += len(outputs) * products.shape[2]
+            return products if directions is None else directions.times(outputs, products)
+
+        blocks = LazyBlocks(lambda: self.jacobian(inputs, directions).blocks)
+        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=forward)
+
+    # Sizes ------------------------------------------------------------------------------------------------------------
 
     def look_at(self, inputs: Any) -> None:
         """Measure how much memory inputs of this shape need, by a forward pass with three of them."""
@@ -179,13 +239,17 @@ class Linearization:
             row_by_row: whether only one row per input is formed at a time.
             num_vectors: how many vectors in parameter space are multiplied by the Jacobians; None: as in the policy.
         """
-        if self._current is None:
-            self.look_at(inputs)
-        plan = self._current
-        assert plan is not None
+        plan = self._plan(inputs)
         policy = self.policy if num_vectors is None else replace(self.policy, num_vectors=num_vectors)
         rows = plan.num_outputs if rows is None else rows
         return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row)
+
+    def _plan(self, inputs: Any) -> Plan:
+        """Return the plan of the last pass; if there was none, that of these inputs."""
+        if self._current is None:
+            self.look_at(inputs)
+        assert self._current is not None
+        return self._current
 
     def num_outputs(self, inputs: Any) -> int:
         """Return the number of outputs, C."""

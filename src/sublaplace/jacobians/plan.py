@@ -42,11 +42,14 @@ class Plan:
     general_batched: bool = True
     gradient_elements: int = 0  # per input and direction
     input_elements: int = 0  # per input
+    multiplications: int = 0  # of one forward pass, per input
+    forward_mode: bool | None = None  # whether forward-mode differentiation is right; None: not tried yet
 
     def measure(self, calls: list[Call], n: int) -> None:
         """Record the memory that one input of this batch needs."""
         self.gradient_elements = -(-sum(call.output_shape.numel() for call in calls) // n)
         self.input_elements = -(-sum(call.input_elements for call in calls) // n)
+        self.multiplications = -(-sum(call.multiplications for call in calls) // n)
 
 
 def signature(calls: list[Call]) -> Signature:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.posteriors.subspace import SubspacePosterior
@@ -69,6 +70,11 @@ class ComplementedPosterior:
     @property
     def prior_precision(self) -> float:
         return self.inside.prior_precision
+
+    @property
+    def wanted(self) -> Wanted:
+        """All rows of the Jacobian."""
+        return ROWS
 
     def with_prior(self, prior_precision: float) -> "ComplementedPosterior":
         return self._remixed(self.inside.with_prior(prior_precision), 1.0)

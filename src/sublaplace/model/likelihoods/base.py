@@ -54,6 +54,13 @@ class Likelihood(ABC):
 
     # To be replaced where the default does not suit -------------------------------------------------------------------
 
+    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
+        """Return R M for M (n, C, r), for some R with RᵀR as that of `hessian_root`: (n, K, r).
+
+        With several scales, row k belongs to scale k. A likelihood of many outputs can do without forming R.
+        """
+        return self.hessian_root(outputs) @ columns
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError where targets do not fit the outputs (n, C)."""
         if len(targets) != len(outputs):

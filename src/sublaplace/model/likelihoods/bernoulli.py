@@ -46,9 +46,10 @@ class Bernoulli(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
-        # φ(1 − φ) from the two sigmoids keeps its digits for confident outputs, where 1 − φ does not.
-        spread = outputs.double().sigmoid() * (-outputs.double()).sigmoid()
-        return longest_first(torch.diag_embed(spread.sqrt())).to(outputs.dtype)
+        return longest_first(torch.diag_embed(_spread(outputs).sqrt())).to(outputs.dtype)
+
+    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
+        return _spread(outputs).sqrt().to(columns.dtype).unsqueeze(2) * columns
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         single = targets.ndim == 1 and outputs.shape[1] == 1 and len(targets) == len(outputs)
@@ -117,6 +118,11 @@ class Bernoulli(Likelihood):
         found = F.logsigmoid(torch.where(targets == 1, logits, -logits))
         counted = self.counted(targets)
         return found if counted is None else found.where(counted, 0)
+
+
+def _spread(outputs: Tensor) -> Tensor:
+    """Return φ(1 − φ), from two sigmoids, which keep their digits for confident outputs: (n, C), in float64."""
+    return outputs.double().sigmoid() * (-outputs.double()).sigmoid()
 
 
 LIKELIHOODS["multi-label"] = Bernoulli  # another word for several yes/no outputs

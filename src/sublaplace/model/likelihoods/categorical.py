@@ -64,6 +64,11 @@ class Categorical(Likelihood):
             columns = longest_first(columns)
         return columns.to(outputs.dtype)
 
+    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
+        """Return √φ_k (m_k − Σ_c φ_c m_c) for the rows m of M, with the root diag √φ − φ√φᵀ: K = C. Cost: C·r."""
+        probabilities = outputs.double().softmax(1).to(columns.dtype).unsqueeze(2)
+        return probabilities.sqrt() * (columns - (probabilities * columns).sum(1, keepdim=True))
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point() or targets.ndim != 1:
             raise ValueError(

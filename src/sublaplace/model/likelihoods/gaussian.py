@@ -80,6 +80,9 @@ class Gaussian(Likelihood):
         n, C = outputs.shape
         return torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
 
+    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
+        return columns
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if not targets.is_floating_point():
             raise ValueError(f"Regression needs floating-point targets, but they are {targets.dtype}.")

@@ -8,7 +8,8 @@ from sublaplace.model.parameters import ParameterLayout
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
-_TANGENTS_AT_ONCE = 20  # in forward mode; the pass that they share is then a small part of the work
+_TANGENTS_AT_ONCE = 5  # in forward mode; more leave the caches
+_INPUTS_OF_TANGENTS = 16  # per chunk in forward mode: every chunk reads all vectors
 _COPIES = 3  # of a tangent in activation functions and pooling
 _SHARE_OF_VECTORS = 4  # to reach that number, a chunk may use a quarter of the memory of P
 
@@ -62,4 +63,5 @@ class ChunkPolicy:
         """
         tangents = _COPIES * plan.gradient_elements * min(count, self.tangents_at_once(plan, itemsize))
         one = max(1, (tangents + 4 * plan.num_outputs * count) * itemsize)
-        return max(1, min(self.memory_budget, _USEFUL_CHUNK) // one)
+        useful = max(_USEFUL_CHUNK, _INPUTS_OF_TANGENTS * one)
+        return max(1, min(self.memory_budget, useful) // one)

@@ -80,6 +80,6 @@ def _accumulated(
     s, scales = projection.dim, stream.likelihood.curvature_scales
     zeros = torch.zeros(len(scales), s, s, dtype=torch.float64, device=stream.linearization.device)
     reduced = _ReducedSums(projection, scales, zeros, product)
-    wanted = Wanted(products=s) if product is None else ROWS
+    wanted = Wanted(s, projection.support) if product is None else ROWS
     stream.accumulate("reduced posterior", reduced, scaled=False, resumable=resumable, wanted=wanted)
     return reduced

@@ -212,8 +212,8 @@ class CurvatureStream:
         counts, most = self._few_counts(inputs)
         if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
             return self._forward(portion, kind)
-        # Counting the directions of every input is wasted if the first ones need all of them.
-        if self._keeps_all_directions or int(counts.min()) == most:
+        # Counting the directions of every input is wasted if the first ones need all of them, or if they cost nothing.
+        if self._keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
             return self._chunks(portion, kind)
         return self._grouped_pieces(portion, kind)
 
@@ -242,7 +242,7 @@ class CurvatureStream:
 
     def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs, None, kind.row_by_row, self.num_vectors)
+        step = self.linearization.chunk_size(portion.inputs, None, kind.row_by_row, self.num_vectors, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
             weights = None if portion.weights is None else portion.weights[part]
@@ -253,10 +253,10 @@ class CurvatureStream:
         """Yield the Jacobian of a chunk, whole or row by row, with the largest target weight of each input."""
         of_inputs = None if weights is None else weights.amax(1)
         if kind.row_by_row:
-            for jacobian in self.linearization.row_by_row(inputs, cotangents):
+            for jacobian in self.linearization.row_by_row(inputs, cotangents, kind.wanted):
                 yield replace(jacobian, weights=of_inputs)
         else:
-            yield replace(self.linearization.jacobian(inputs, cotangents), weights=of_inputs)
+            yield replace(self.linearization.jacobian(inputs, cotangents, kind.wanted), weights=of_inputs)
 
     def _grouped_pieces(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a buffer, piece by piece if there are many outputs."""
@@ -279,7 +279,8 @@ class CurvatureStream:
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            size = self.linearization.chunk_size(inputs, int(counts[stop - 1]), kind.row_by_row, self.num_vectors)
+            most = int(counts[stop - 1])
+            size = self.linearization.chunk_size(inputs, most, kind.row_by_row, self.num_vectors, kind.wanted)
             stop = min(stop, start + size)
             rows = int(counts[stop - 1])
             chosen = order[start:stop]

@@ -115,23 +115,26 @@ class Linearization:
         with self.borrowed(), torch.no_grad():
             return self.network.watched(self.to_device(inputs))[1]
 
-    def jacobian(self, inputs: Any, cotangents: Cotangents | None = None) -> Jacobian:
+    def jacobian(self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS) -> Jacobian:
         """Return the Jacobian of a batch.
 
         Args:
             inputs: the batch.
             cotangents: (n, K, C), the directions of the rows; None: one row per output. A function from the outputs to
                 the cotangents saves a forward pass.
+            wanted: the parameters that count; backward passes end at the first call that uses one of them.
         """
-        run = self._forward_pass(inputs, cotangents)
+        run = self._forward_pass(inputs, cotangents, wanted)
         return self._in_units(run.jacobian(range(run.num_rows)))
 
-    def row_by_row(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
+    def row_by_row(
+        self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS
+    ) -> Iterator[Jacobian]:
         """Yield K Jacobians with one row per input, which together hold the rows of `jacobian`.
 
         Sums over rows need only the memory of one row's gradients this way. If K = 0, yield one Jacobian without rows.
         """
-        run = self._forward_pass(inputs, cotangents)
+        run = self._forward_pass(inputs, cotangents, wanted)
         for k in range(max(1, run.num_rows)):
             yield self._in_units(run.jacobian(range(k, min(k + 1, run.num_rows))))
 
@@ -169,10 +172,10 @@ class Linearization:
         self.look_at(inputs)
         rows = self._plan(inputs).num_outputs
         forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
-        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs)
+        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):
             part = select(inputs, slice(start, start + step))
-            yield self.forward_jacobian(part) if forward else self.jacobian(part, cotangents)
+            yield self.forward_jacobian(part) if forward else self.jacobian(part, cotangents, wanted)
 
     # Forward mode -----------------------------------------------------------------------------------------------------
 
@@ -184,8 +187,9 @@ class Linearization:
         plan = self._plan(inputs)
         if wanted.products is None or plan.forward_mode is False:
             return False
-        by_rows = cost_by_rows(plan, self.layout.num_parameters, rows, wanted.products)
-        if cost_forward(plan, wanted.products) >= by_rows:
+        sizes, count = plan.sizes(wanted), wanted.products
+        num_parameters = sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
+        if cost_forward(sizes, count) >= cost_by_rows(sizes, num_parameters, rows, count):
             return False
         if plan.forward_mode is None:
             with self.borrowed():
@@ -227,7 +231,12 @@ class Linearization:
             self._captured(self.to_device(select(inputs, slice(0, 3))))
 
     def chunk_size(
-        self, inputs: Any, rows: int | None = None, row_by_row: bool = False, num_vectors: int | None = None
+        self,
+        inputs: Any,
+        rows: int | None = None,
+        row_by_row: bool = False,
+        num_vectors: int | None = None,
+        wanted: Wanted = ROWS,
     ) -> int:
         """Return how many inputs to process at once within the memory budget.
 
@@ -238,11 +247,12 @@ class Linearization:
             rows: rows per input; None: one per output.
             row_by_row: whether only one row per input is formed at a time.
             num_vectors: how many vectors in parameter space are multiplied by the Jacobians; None: as in the policy.
+            wanted: the parameters that count.
         """
         plan = self._plan(inputs)
         policy = self.policy if num_vectors is None else replace(self.policy, num_vectors=num_vectors)
         rows = plan.num_outputs if rows is None else rows
-        return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row)
+        return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row, wanted)
 
     def _plan(self, inputs: Any) -> Plan:
         """Return the plan of the last pass; if there was none, that of these inputs."""
@@ -250,6 +260,11 @@ class Linearization:
             self.look_at(inputs)
         assert self._current is not None
         return self._current
+
+    def needs_no_pass(self, wanted: Wanted) -> bool:
+        """Return whether the rows need no backward pass, because the wanted parameters are those of the last layer."""
+        plan = self._current
+        return plan is not None and wanted.names is not None and not plan.sizes(wanted).backward
 
     def num_outputs(self, inputs: Any) -> int:
         """Return the number of outputs, C."""
@@ -264,12 +279,13 @@ class Linearization:
         plan = next(iter(self._plans.values()), None)
         return plan.last_linear if plan else ()
 
-    def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
+    def _captured(self, inputs: Any, wanted: Wanted = ROWS) -> tuple[Plan, Capture, Tensor]:
         """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current
         for _ in range(3):
             with torch.enable_grad():
-                capture, outputs = self.network.watched(inputs, expand=plan.expand if plan else frozenset())
+                expand = plan.expand if plan else frozenset()
+                capture, outputs = self.network.watched(inputs, expand=expand, wanted=wanted)
             known = self._plans.get(signature(capture.calls))
             if known is None:
                 plan = probed(self.network, inputs, self._jacobian_of)
@@ -291,10 +307,10 @@ class Linearization:
         run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents)
         return run.jacobian(range(run.num_rows))
 
-    def _forward_pass(self, inputs: Any, cotangents: Cotangents | None) -> ForwardPass:
+    def _forward_pass(self, inputs: Any, cotangents: Cotangents | None, wanted: Wanted) -> ForwardPass:
         with self.borrowed():
             inputs = self.to_device(inputs)
-            plan, capture, outputs = self._captured(inputs)
-            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents)
-            self.passes += run.cotangents.shape[0] * run.cotangents.shape[1]
+            plan, capture, outputs = self._captured(inputs, wanted)
+            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted)
+            self.passes += run.num_passes
         return run

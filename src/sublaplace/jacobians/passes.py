@@ -1,11 +1,12 @@
 """Jacobian rows, by backward passes from one recorded forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from sublaplace.jacobians.blocks import Block, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
@@ -13,6 +14,7 @@ from sublaplace.jacobians.general import general_rows
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Network
 from sublaplace.jacobians.plan import BatchAxis, Plan
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
@@ -21,7 +23,10 @@ Cotangents = Tensor | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A recorded forward pass, whose backward passes yield Jacobian rows, in order."""
+    """A recorded forward pass, whose backward passes yield Jacobian rows, in order.
+
+    The gradients at the outputs of a last linear layer are the cotangents themselves and need no backward pass.
+    """
 
     layout: ParameterLayout
     outputs: Tensor  # with their autograd graph
@@ -38,6 +43,7 @@ class ForwardPass:
         inputs: Any,
         outputs: Tensor,
         cotangents: Cotangents | None,
+        wanted: Wanted = ROWS,
     ) -> "ForwardPass":
         """Prepare the backward passes for `cotangents`; None: one per output."""
         n, C = outputs.shape
@@ -45,16 +51,30 @@ class ForwardPass:
             cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
         elif not isinstance(cotangents, Tensor):
             cotangents = cotangents(outputs.detach())
-        chosen = {name: network.parameters[name] for name in plan.general}
+        chosen = {name: network.parameters[name] for name in plan.general if wanted.includes((name,))}
         general = {}
         if chosen:
             general = general_rows(network.model, network.forward, chosen, inputs, cotangents, plan.general_batched)
         calls = [
             (call, axis, axis.in_front(call.source, n))
             for call, axis in zip(capture.calls, plan.axes, strict=True)
-            if axis is not None and call.edge is not None and not set(call.names) <= set(plan.general)
+            if axis is not None
+            and call.edge is not None
+            and wanted.includes(call.names)
+            and not set(call.names) <= set(plan.general)
         ]
         return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general)
+
+    def _is_last(self, call: Call) -> bool:
+        """Return whether the output of a call is the output of the network."""
+        return self.outputs.requires_grad and call.edge == get_gradient_edge(self.outputs)
+
+    @property
+    def num_passes(self) -> int:
+        """The number of backward passes, counted per input."""
+        if all(self._is_last(call) for call, _, _ in self.calls) and not self.general:
+            return 0
+        return len(self.outputs) * self.num_rows
 
     @property
     def num_rows(self) -> int:
@@ -85,14 +105,21 @@ class ForwardPass:
 
     def _gradients(self, k: int) -> list[Tensor]:
         """Return the gradients at the outputs of the calls, for row k of every input; the last row frees the graph."""
-        edges = [call.edge for call, _, _ in self.calls if call.edge is not None]
-        if not edges or not self.outputs.requires_grad:
-            return [self.outputs.new_zeros(call.output_shape) for call, _, _ in self.calls]
-        with torch.inference_mode(False):
-            gradients = torch.autograd.grad(
-                self.outputs, edges, self.cotangents[:, k], retain_graph=k + 1 < self.num_rows, allow_unused=True
-            )
-        return [
-            self.outputs.new_zeros(call.output_shape) if gradient is None else gradient
-            for gradient, (call, _, _) in zip(gradients, self.calls, strict=True)
-        ]
+        edges = [call.edge for call, _, _ in self.calls if call.edge is not None and not self._is_last(call)]
+        found: Iterator[Tensor | None] = iter(())
+        if edges and self.outputs.requires_grad:
+            with torch.inference_mode(False):
+                found = iter(
+                    torch.autograd.grad(
+                        self.outputs,
+                        edges,
+                        self.cotangents[:, k],
+                        retain_graph=k + 1 < self.num_rows,
+                        allow_unused=True,
+                    )
+                )
+        gradients = []
+        for call, _, _ in self.calls:
+            gradient = self.cotangents[:, k] if self._is_last(call) else next(found, None)
+            gradients.append(self.outputs.new_zeros(call.output_shape) if gradient is None else gradient)
+        return gradients

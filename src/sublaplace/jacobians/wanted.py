@@ -5,14 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wanted:
-    """What will be asked of a Jacobian. The rest can still be asked for, but costs extra passes.
+    """What will be asked of a Jacobian.
 
     Args:
         products: the number of vectors that the Jacobian is multiplied by, if nothing else is asked of it. None: its
             rows are needed.
+        names: the parameters that count; all others have no rows. None: all count.
     """
 
     products: int | None = None
+    names: frozenset[str] | None = None
+
+    def includes(self, names: tuple[str, ...]) -> bool:
+        """Return whether any of these parameters is wanted."""
+        return self.names is None or not self.names.isdisjoint(names)
 
 
 ROWS = Wanted()

@@ -50,8 +50,8 @@ class SubspacePosterior:
 
     @property
     def wanted(self) -> Wanted:
-        """Products of the Jacobian with P alone."""
-        return Wanted(products=self.dim)
+        """Products of the Jacobian with P alone, with respect to the parameters that P moves."""
+        return Wanted(self.dim, self.projection.support)
 
     @property
     def unit(self) -> float:

@@ -154,7 +154,10 @@ class Precision(ABC):
 
 @dataclass(frozen=True)
 class BlockPrecision(Precision):
-    """A precision Λ that is block-diagonal over the parameters. Memory: its parts, Σ (I² + O²) over layers for KFAC."""
+    """A precision Λ that is block-diagonal over the parameters. Memory: its parts, Σ (I² + O²) over layers for KFAC.
+
+    A parameter without a part has no uncertainty, as all parameters before the last layer have none in its posterior.
+    """
 
     layout: ParameterLayout
     parts: dict[str, Part]
@@ -170,6 +173,16 @@ class BlockPrecision(Precision):
     @property
     def outside(self) -> "BlockPrecision":
         return self
+
+    @property
+    def wanted(self) -> Wanted:
+        """All rows with respect to the parameters that have a part."""
+        return Wanted(names=None if self.covers_all else frozenset(self.parts))
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether every parameter has a part."""
+        return len(self.parts) == len(self.layout.names)
 
     def scaled(self, factor: float) -> "BlockPrecision":
         return replace(
@@ -206,18 +219,21 @@ class BlockPrecision(Precision):
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, K = jacobian.num_inputs, jacobian.num_rows
         result = jacobian.outputs.new_zeros(n, K, K)
-        for name, block in jacobian.blocks.items():
-            result += self.parts[name].covariance(block, self.prior_precision)
+        for name, part in self.parts.items():
+            if name in jacobian.blocks:
+                result += part.covariance(jacobian.blocks[name], self.prior_precision)
         return result
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.outputs.new_zeros(jacobian.num_inputs, jacobian.num_rows)
-        for name, block in jacobian.blocks.items():
-            result += self.parts[name].variance(block, self.prior_precision)
+        for name, part in self.parts.items():
+            if name in jacobian.blocks:
+                result += part.variance(jacobian.blocks[name], self.prior_precision)
         return result
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        rows = self.whitened(jacobians)
+        jacobians = replace(jacobians, wanted=self.wanted)
+        rows = self.whitened(jacobians) if self.covers_all else None
         return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
@@ -250,9 +266,13 @@ class BlockPrecision(Precision):
         return torch.cat([part.eigenvalues().double() for part in self.parts.values()])
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        drawn = {}
+        for name, part in self.parts.items():
+            drawn[name] = part.sample(noise(self.layout.sizes[name]).to(part.eigenvalues()), self.prior_precision)
+        like = next(iter(drawn.values()))
         return torch.cat(
             [
-                self.parts[name].sample(noise(size).to(self.parts[name].eigenvalues()), self.prior_precision)
+                drawn[name] if name in drawn else like.new_zeros(len(like), size)
                 for name, size in self.layout.sizes.items()
             ],
             dim=1,

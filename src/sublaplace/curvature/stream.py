@@ -47,6 +47,7 @@ class _Pass:
     scaled: bool = True
     row_by_row: bool = False
     wanted: Wanted = ROWS
+    without_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class CurvatureStream:
         resumable: bool = True,
         over_ranks: bool = True,
         wanted: Wanted = ROWS,
+        without_rows: bool = False,
     ) -> None:
         """Add the Jacobians of all inputs to `sums`, in one pass over the data.
 
@@ -146,6 +148,7 @@ class CurvatureStream:
             over_ranks: whether to add up the sums of all ranks of a process group.
             wanted: what the sums ask of each Jacobian. Products with vectors use forward mode where it costs less;
                 no direction is dropped then.
+            without_rows: whether to yield Jacobians with K = 0, which hold outputs, weights and the inputs of calls.
 
         Raises:
             ValueError: if the loader yields other data than in the pass before.
@@ -158,7 +161,7 @@ class CurvatureStream:
             if numbers["complete"]:
                 return
             done = numbers["batches"]
-        kind = _Pass(every_input, scaled, row_by_row, wanted)
+        kind = _Pass(every_input, scaled, row_by_row, wanted, without_rows)
         for portion in self._portions(what, done):
             for jacobian in self._jacobians(portion, kind):
                 sums.add(jacobian)
@@ -209,6 +212,8 @@ class CurvatureStream:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
         inputs = portion.inputs
         self.linearization.look_at(inputs)
+        if kind.without_rows:
+            return self._chunks(portion, kind)
         counts, most = self._few_counts(inputs)
         if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
             return self._forward(portion, kind)
@@ -242,21 +247,21 @@ class CurvatureStream:
 
     def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs, None, kind.row_by_row, self.num_vectors, kind.wanted)
+        rows = 1 if kind.without_rows else None
+        step = self.linearization.chunk_size(portion.inputs, rows, kind.row_by_row, self.num_vectors, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = slice(start, start + step)
             weights = None if portion.weights is None else portion.weights[part]
-            roots = _Roots(self.likelihood, weights, kind.scaled)
+            roots: Cotangents = _no_rows if kind.without_rows else _Roots(self.likelihood, weights, kind.scaled)
             yield from self._weighted(select(portion.inputs, part), roots, weights, kind)
 
     def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
-        """Yield the Jacobian of a chunk, whole or row by row, with the largest target weight of each input."""
-        of_inputs = None if weights is None else weights.amax(1)
+        """Yield the Jacobian of a chunk, whole or row by row, with its weights."""
         if kind.row_by_row:
             for jacobian in self.linearization.row_by_row(inputs, cotangents, kind.wanted):
-                yield replace(jacobian, weights=of_inputs)
+                yield replace(jacobian, target_weights=weights)
         else:
-            yield replace(self.linearization.jacobian(inputs, cotangents, kind.wanted), weights=of_inputs)
+            yield replace(self.linearization.jacobian(inputs, cotangents, kind.wanted), target_weights=weights)
 
     def _grouped_pieces(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a buffer, piece by piece if there are many outputs."""
@@ -293,6 +298,11 @@ class CurvatureStream:
         n = num_inputs(inputs)
         step = max(64, self.linearization.chunk_size(inputs, 1, num_vectors=self.num_vectors))
         return torch.cat([self.linearization.outputs(select(inputs, slice(i, i + step))) for i in range(0, n, step)])
+
+
+def _no_rows(outputs: Tensor) -> Tensor:
+    """Return no directions at all: (n, 0, C)."""
+    return outputs.new_zeros(len(outputs), 0, outputs.shape[1])
 
 
 def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:

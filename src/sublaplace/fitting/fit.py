@@ -135,9 +135,10 @@ class _Run:
             with self._stage("layers' units"):
                 context = self._in_layer_units(context, look, chosen)
         if options.given_prior is None:
-            how = "the evidence of KFAC"
+            last = self._last_layer()
+            how = "the evidence of the last layer's KFAC" if last else "the evidence of KFAC"
             with self._stage("prior precision"):
-                prior = prior_by_evidence(context.curvatures, look.survey)
+                prior = prior_by_evidence(context.curvatures, look.survey, last)
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
         posterior = self._weighted(posterior, context, held_back, look, chosen)
@@ -268,6 +269,10 @@ class _Run:
         if projector is not None and not projector.reduces:
             with self._stage("full posterior"):
                 return context.exact(), None
+        last = self._last_layer()
+        if sum(self.linearization.layout.sizes[name] for name in last) > steps.LARGEST_EXACT_LAST_LAYER:
+            with self._stage("last layer"):
+                return context.curvatures.last_layer(last, context.prior_precision), None
         outside = None
         if options.outside is not None:
             with self._stage("complement"):
@@ -296,6 +301,14 @@ class _Run:
             dim = steps.smallest_dim(options.dim.share, certificate, self._jacobians(held_back))
             posterior, certificate = posterior.truncated(dim), certificate.of_leading(dim)
         return posterior, certificate
+
+    def _last_layer(self) -> tuple[str, ...]:
+        """Return the parameters of the last layer, if the posterior covers them alone and needs no backward pass."""
+        options, linearization = self.options, self.linearization
+        alone = options.projector is not None and options.projector.last_layer and options.outside is None
+        if not alone or self.certify or not linearization.ends_linear():
+            return ()
+        return tuple(sorted(linearization.last_linear(), key=linearization.layout.names.index))
 
     def _weighted(
         self, posterior: Posterior, context: ProjectorContext, held_back: Any, look: _Look, chosen: Any

@@ -67,7 +67,8 @@ def _structure(posterior: Posterior) -> list[str]:
     if posterior.outside is not None:
         kinds = Counter(type(part).__name__.removesuffix("Part").lower() for part in posterior.outside.parts.values())
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        lines.append(_line("blocks outside", f"{counted} (one per parameter)"))
+        title = "blocks outside" if posterior.outside.covers_all else "last layer alone"
+        lines.append(_line(title, f"{counted} (one per parameter)"))
         if posterior.outside.weight != 1.0:
             lines.append(_line("their weight", f"{posterior.outside.weight:g}"))
     return [*lines, _line("memory held", readable(size))]

@@ -6,10 +6,12 @@ from typing import Any
 
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.last_layer import last_layer_ggn
 from sublaplace.curvature.matrix_free import FullCovariance, MatrixFreePrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import batches
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.survey import Survey, survey_of
@@ -73,6 +75,9 @@ def updated(
 
 def _more_outside(outside: BlockPrecision, stream: CurvatureStream, kind: str) -> BlockPrecision:
     """Return the approximate curvature of both data sets, in units of the likelihood's scale."""
+    if not outside.covers_all:
+        names, C = tuple(outside.parts), stream.linearization.num_outputs(next(batches(stream.loader)).inputs)
+        return outside.joined(last_layer_ggn(stream, names, C, outside.prior_precision))
     made = diagonal_ggn if kind == "diagonal" else kronecker_ggn
     return outside.joined(made(stream, outside.prior_precision))
 
@@ -103,5 +108,7 @@ def full_covariance_of(
     """Return the full Laplace approximation's covariance of a few inputs, with KFAC as the preconditioner."""
     stream = steps.curvature_stream(loader, linearization, survey, tolerance=0.0, progress=progress)
     with linearization.borrowed():
-        preconditioner = posterior.outside or kronecker_ggn(stream, posterior.prior_precision)
+        preconditioner = posterior.outside
+        if preconditioner is None or not preconditioner.covers_all:
+            preconditioner = kronecker_ggn(stream, posterior.prior_precision)
         return MatrixFreePrecision(stream, preconditioner, tolerance).full_covariance(jacobians)

@@ -33,7 +33,7 @@ class Jacobian:
     blocks: Mapping[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
-    weights: Tensor | None = None  # of the inputs, for sums over inputs rather than rows: (n,); None: 1
+    target_weights: Tensor | None = None  # how much each target counts, (n, 1) or (n, C); None: once
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
     forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
 
@@ -41,6 +41,11 @@ class Jacobian:
     def num_inputs(self) -> int:
         """The number of inputs, n."""
         return len(self.outputs)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The weights of the inputs, for sums over inputs rather than rows: (n,); None: 1."""
+        return None if self.target_weights is None else self.target_weights.amax(1)
 
     def require_finite(self, product: Tensor) -> Tensor:
         """Return `product`, which was computed from this Jacobian, if it is finite.

@@ -279,6 +279,10 @@ class Linearization:
         plan = next(iter(self._plans.values()), None)
         return plan.last_linear if plan else ()
 
+    def ends_linear(self) -> bool:
+        """Return whether the output of the last linear call is the network's output, for all inputs so far."""
+        return bool(self._plans) and all(plan.ends_linear for plan in self._plans.values())
+
     def _captured(self, inputs: Any, wanted: Wanted = ROWS) -> tuple[Plan, Capture, Tensor]:
         """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current

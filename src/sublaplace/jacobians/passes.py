@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from sublaplace.jacobians.blocks import Block, RowBlock, summed
+from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
 from sublaplace.jacobians.general import general_rows
+from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Network
 from sublaplace.jacobians.plan import BatchAxis, Plan
@@ -33,6 +34,7 @@ class ForwardPass:
     cotangents: Tensor  # (n, K, C)
     calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, batch dimension first
     general: dict[str, Tensor]  # rows from the general path: (n, K, size)
+    every_output: bool  # whether there is one row per output, in their order
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class ForwardPass:
     ) -> "ForwardPass":
         """Prepare the backward passes for `cotangents`; None: one per output."""
         n, C = outputs.shape
+        every_output = cotangents is None
         if cotangents is None:
             cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
         elif not isinstance(cotangents, Tensor):
@@ -63,7 +66,7 @@ class ForwardPass:
             and wanted.includes(call.names)
             and not set(call.names) <= set(plan.general)
         ]
-        return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general)
+        return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general, every_output)
 
     def _is_last(self, call: Call) -> bool:
         """Return whether the output of a call is the output of the network."""
@@ -101,7 +104,16 @@ class ForwardPass:
                 for name, build in call.builders:
                     if name not in self.general:
                         found.setdefault(name, []).append(build(source, in_front))
-            return {name: summed(blocks) for name, blocks in found.items()}
+            return {name: self._joined(name, blocks, len(rows)) for name, blocks in found.items()}
+
+    def _joined(self, name: str, blocks: list[Block], num_rows: int) -> Block:
+        """Return one block for all uses of a parameter; the last layer has its own form if nothing else uses it."""
+        block = summed(blocks)
+        whole = self.every_output and num_rows == self.num_rows and len(blocks) == 1
+        last = any(self._is_last(call) and name in call.names for call, _, _ in self.calls)
+        if whole and last and isinstance(block, OuterBlock) and block.is_single:
+            return HeadBlock.of(block)
+        return block
 
     def _gradients(self, k: int) -> list[Tensor]:
         """Return the gradients at the outputs of the calls, for row k of every input; the last row frees the graph."""

@@ -61,6 +61,7 @@ class Plan:
     general: dict[str, str]  # parameter → why it needs the general path
     last_linear: tuple[str, ...]
     num_outputs: int  # C
+    ends_linear: bool = False  # whether the last linear call's output is the network's output
     general_batched: bool = True
     measured: tuple[CallSize, ...] = ()
     measured_inputs: int = 1  # of the batch that was measured

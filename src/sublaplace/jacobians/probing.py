@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
@@ -102,6 +103,8 @@ def _verify(network: Network, plan: Plan, inputs: Any, jacobian_of: JacobianOf) 
         plan.general_batched = _general_batched(network, plan, inputs, u, expected)
     with torch.enable_grad():
         capture, outputs = network.watched(inputs, expand=plan.expand)
+    last = next((call for call in reversed(capture.calls) if call.names == plan.last_linear), None)
+    plan.ends_linear = last is not None and outputs.requires_grad and last.edge == get_gradient_edge(outputs)
     jacobian = jacobian_of(plan, capture, inputs, outputs, rows)
     weights = rows.new_ones(*rows.shape[:2], 1)
     scale = max(float(value.abs().max()) for value in expected.values())

@@ -40,8 +40,7 @@ def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool 
 def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
     """Return the block of a bias, a map whose input is 1 at every position; `gradients` are K tensors (n, 1, O, T)."""
     n, positions = len(source), gradients[0].shape[3] if gradients else 1
-    ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
-    use = OuterUse(ones.expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
+    use = OuterUse(source.new_ones(1).expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
     return OuterBlock((use,), len(gradients))
 
 

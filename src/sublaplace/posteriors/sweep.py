@@ -99,6 +99,26 @@ class SubspaceSweep:
 
 
 @dataclass(frozen=True)
+class LastLayerSweep:
+    """V(τ, w) of the last layer's Kronecker factors, point by point. Cost: C·(I + C) per input and point."""
+
+    posterior: BlockPrecision
+
+    @property
+    def numbers_per_row(self) -> int:
+        return 1
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        unscaled = self.posterior.scaled(1 / self.posterior.scale)
+        points = [
+            unscaled.reweighted(weight).with_prior(tau)
+            for tau, weight in zip(taus.tolist(), weights.tolist(), strict=True)
+        ]
+        found = (point.covariance(jacobian) if whole else point.variance(jacobian) for point in points)
+        return torch.stack([each.double() for each in found])
+
+
+@dataclass(frozen=True)
 class ExactSweep:
     """V(τ) of the full posterior, by the eigenvectors of its GGN. Cost: min(p, NC)³ once, p² per row."""
 
@@ -292,7 +312,7 @@ def _sums_by_bin(eigenvalues: Tensor, places: Tensor, count: int) -> Tensor:
 _SWEEPS: dict[type, Callable[[Any], Sweep]] = {
     SubspacePosterior: SubspaceSweep.of,
     ComplementedPosterior: ComplementSweep.of_complement,
-    BlockPrecision: ComplementSweep.of_blocks,
+    BlockPrecision: lambda blocks: ComplementSweep.of_blocks(blocks) if blocks.covers_all else LastLayerSweep(blocks),
     DensePrecision: ExactSweep.of_dense,
     DualPrecision: ExactSweep.of_dual,
 }

@@ -61,6 +61,22 @@ class Likelihood(ABC):
         """
         return self.hessian_root(outputs) @ columns
 
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        """Return Σ_n √w H √w, without a single scale: (C, C), or its diagonal (C,); float64.
+
+        Args:
+            outputs: (n, C).
+            weights: how much each target counts, (n, 1) or (n, C); None: once.
+            diagonal: whether to return the diagonal alone.
+        """
+        roots = self.hessian_root(outputs).double()
+        if len(self.curvature_scales) > 1:
+            roots = roots * torch.tensor(self.curvature_scales, device=roots.device).double().sqrt()[:, None]
+        if weights is not None:
+            roots = roots * weights.double().sqrt()[:, None, :]
+        flat = roots.flatten(0, 1)
+        return flat.square().sum(0) if diagonal else flat.T @ flat
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError where targets do not fit the outputs (n, C)."""
         if len(targets) != len(outputs):

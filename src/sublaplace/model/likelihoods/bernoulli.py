@@ -51,6 +51,10 @@ class Bernoulli(Likelihood):
     def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
         return _spread(outputs).sqrt().to(columns.dtype).unsqueeze(2) * columns
 
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        spread = _spread(outputs) if weights is None else _spread(outputs) * weights
+        return spread.sum(0) if diagonal else spread.sum(0).diag()
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         single = targets.ndim == 1 and outputs.shape[1] == 1 and len(targets) == len(outputs)
         if targets.shape != outputs.shape and not single:

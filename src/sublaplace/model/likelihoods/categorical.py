@@ -69,6 +69,14 @@ class Categorical(Likelihood):
         probabilities = outputs.double().softmax(1).to(columns.dtype).unsqueeze(2)
         return probabilities.sqrt() * (columns - (probabilities * columns).sum(1, keepdim=True))
 
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        """Return Σ_n w (diag φ − φφᵀ). Cost: n·C², or n·C for the diagonal."""
+        probabilities = outputs.double().softmax(1)
+        weighted = probabilities if weights is None else probabilities * weights
+        if diagonal:
+            return (weighted * (1 - probabilities)).sum(0)
+        return weighted.sum(0).diag() - weighted.T @ probabilities
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point() or targets.ndim != 1:
             raise ValueError(

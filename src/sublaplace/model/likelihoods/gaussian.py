@@ -83,6 +83,13 @@ class Gaussian(Likelihood):
     def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
         return columns
 
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        ones = torch.ones_like(outputs, dtype=torch.float64)
+        total = (ones if weights is None else ones * weights).sum(0)
+        if len(self.curvature_scales) > 1:
+            total = total * total.new_tensor(self.curvature_scales)
+        return total if diagonal else total.diag()
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if not targets.is_floating_point():
             raise ValueError(f"Regression needs floating-point targets, but they are {targets.dtype}.")

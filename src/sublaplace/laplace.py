@@ -539,10 +539,9 @@ class SubspaceLaplace:
         """
         fitted = self._usable()
         loader = shared_out(self._checked_loader(loader, "updated"))
-        tolerance = self._options.resources.tolerance(fitted.linearization.dtype)
-        outside = self._resolved.outside
+        resources, seed, outside = self._options.resources, self._options.seed, self._resolved.outside
         kind = "kfac" if outside is None else outside.kind
-        other = self._with(update.updated(fitted, kind, tolerance, loader, progress))
+        other = self._with(update.updated(fitted, kind, resources, seed, loader, progress))
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
@@ -675,6 +674,7 @@ class SubspaceLaplace:
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
+            "curvature_samples": options.resources.curvature_samples,
             "prior_precision": options.prior_precision,
             "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
@@ -723,7 +723,11 @@ class SubspaceLaplace:
                 seed=found["seed"],
                 forward=forward,
                 labels_key=labels_key,
-                resources=Resources(memory_budget, direction_tolerance=found["direction_tolerance"]),
+                resources=Resources(
+                    memory_budget,
+                    direction_tolerance=found["direction_tolerance"],
+                    curvature_samples=found["curvature_samples"],
+                ),
             )
             linearization = la._new_linearization(found["units"])
             posterior = posterior_from(tensors, found["posterior"], layout, linearization.dtype)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.data.batches import Batch, batches, join, num_inputs, select
+from sublaplace.curvature.directions import Roots, SampledRoots
+from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
 from sublaplace.data.loaders import one_shot
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
@@ -16,7 +17,7 @@ from sublaplace.jacobians.passes import Cotangents
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
-from sublaplace.runtime.distributed import ranks_of
+from sublaplace.runtime.distributed import placed, ranks_of
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
@@ -36,7 +37,14 @@ class _Portion:
 
     inputs: Any
     weights: Tensor | None  # of each target: (n, 1) or (n, C)
+    places: Tensor  # of the inputs in the data: (n,)
     num_batches: int = 1
+
+    def part(self, start: int, stop: int) -> "_Portion":
+        """Return some of the inputs."""
+        some = slice(start, stop)
+        weights = None if self.weights is None else self.weights[some]
+        return _Portion(select(self.inputs, some), weights, self.places[some], 0)
 
 
 @dataclass(frozen=True)
@@ -48,33 +56,7 @@ class _Pass:
     row_by_row: bool = False
     wanted: Wanted = ROWS
     without_rows: bool = False
-
-
-@dataclass(frozen=True)
-class _Roots:
-    """The rows Rᵀ of the output Hessians' roots, with scales and weights, as directions of Jacobian rows."""
-
-    likelihood: Likelihood
-    weights: Tensor | None  # of each target: (n, 1) or (n, C)
-    scaled: bool = True
-
-    def __call__(self, outputs: Tensor) -> Tensor:
-        """Return the rows times the square roots of scales and weights: (n, K, C)."""
-        rows = self.likelihood.hessian_root(outputs) * self._scales(outputs)
-        return rows if self.weights is None else rows * self.weights.sqrt().to(rows.dtype)[:, None, :]
-
-    def times(self, outputs: Tensor, products: Tensor) -> Tensor:
-        """Return the product with M (n, C, r), without forming the rows: (n, ·, r)."""
-        if self.weights is not None:
-            products = products * self.weights.sqrt().to(products.dtype)[:, :, None]
-        return self.likelihood.root_product(outputs, products) * self._scales(outputs)
-
-    def _scales(self, outputs: Tensor) -> Tensor:
-        """Return the square roots of several scales, one per row, or 1."""
-        scales = self.likelihood.curvature_scales
-        if not self.scaled or len(scales) == 1:
-            return outputs.new_ones(())
-        return torch.tensor(scales, dtype=outputs.dtype, device=outputs.device).sqrt()[:, None]
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +78,8 @@ class CurvatureStream:
         checkpoint: where interrupted passes are stored.
         fingerprint: the digest of the data, checked in every pass; None: not checked.
         num_vectors: how many vectors are multiplied by the Jacobians at once; None: as in the linearization's policy.
+        samples: m, how many sampled directions per input KFAC and the diagonal use (see `directions.py`); None: all.
+        seed: of the sampled directions.
     """
 
     linearization: Linearization
@@ -107,6 +91,8 @@ class CurvatureStream:
     checkpoint: Checkpoint | None = None
     fingerprint: str | None = None
     num_vectors: int | None = None
+    samples: int | None = None
+    seed: int = 0
 
     @property
     def scale(self) -> float:
@@ -134,6 +120,7 @@ class CurvatureStream:
         over_ranks: bool = True,
         wanted: Wanted = ROWS,
         without_rows: bool = False,
+        sampled: bool = False,
     ) -> None:
         """Add the Jacobians of all inputs to `sums`, in one pass over the data.
 
@@ -149,6 +136,7 @@ class CurvatureStream:
             wanted: what the sums ask of each Jacobian. Products with vectors use forward mode where it costs less;
                 no direction is dropped then.
             without_rows: whether to yield Jacobians with K = 0, which hold outputs, weights and the inputs of calls.
+            sampled: whether the sums may use the stream's sampled directions.
 
         Raises:
             ValueError: if the loader yields other data than in the pass before.
@@ -161,7 +149,7 @@ class CurvatureStream:
             if numbers["complete"]:
                 return
             done = numbers["batches"]
-        kind = _Pass(every_input, scaled, row_by_row, wanted, without_rows)
+        kind = _Pass(every_input, scaled, row_by_row, wanted, without_rows, sampled)
         for portion in self._portions(what, done):
             for jacobian in self._jacobians(portion, kind):
                 sums.add(jacobian)
@@ -191,28 +179,32 @@ class CurvatureStream:
         """
         seen = 0
         digest = Fingerprint()
-        for k, batch in enumerate(batches(tqdm(self.loader, desc=what, disable=not self.progress, leave=False))):
+        # Only sampled directions need places, for which every rank has to count the inputs of the others.
+        data = ((0, batch) for batch in self.loader) if self.samples is None else placed(self.loader)
+        bar = tqdm(data, desc=what, disable=not self.progress, leave=False)
+        for k, (place, batch) in enumerate(batches_at_places(bar)):
             seen += num_inputs(batch.inputs)
             if self.fingerprint is not None:
                 digest.add(tuple(batch))
             if k >= skip:
-                yield self._portion(batch)
+                yield self._portion(place, batch)
         seen = sum(ranks_of(self.loader).gather(seen))
         if self.num_data is not None and seen != self.num_data:
             raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
         if self.fingerprint not in (None, digest.text()):
             raise ValueError(other_order("It gave other batches when it was read again."))
 
-    def _portion(self, batch: Batch) -> _Portion:
+    def _portion(self, place: int, batch: Batch) -> _Portion:
         device = self.linearization.device
         weights = None if batch.weights is None else batch.weights.to(device)
-        return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights))
+        places = place + torch.arange(num_inputs(batch.inputs))
+        return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights), places)
 
     def _jacobians(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
         inputs = portion.inputs
         self.linearization.look_at(inputs)
-        if kind.without_rows:
+        if kind.without_rows or (kind.sampled and self.samples is not None):
             return self._chunks(portion, kind)
         counts, most = self._few_counts(inputs)
         if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
@@ -240,20 +232,23 @@ class CurvatureStream:
         """Yield Jacobians whose products with vectors come from forward mode, with all directions."""
         step = self.linearization.forward_chunk_size(portion.inputs, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
-            part = slice(start, start + step)
-            weights = None if portion.weights is None else portion.weights[part]
-            roots = _Roots(self.likelihood, weights, kind.scaled)
-            yield self.linearization.forward_jacobian(select(portion.inputs, part), roots)
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            yield self.linearization.forward_jacobian(part.inputs, roots)
 
     def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
-        """Yield the Jacobians of a batch with all directions."""
-        rows = 1 if kind.without_rows else None
+        """Yield the Jacobians of a batch with all directions, sampled ones or none."""
+        rows = 1 if kind.without_rows else self.samples if kind.sampled else None
         step = self.linearization.chunk_size(portion.inputs, rows, kind.row_by_row, self.num_vectors, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
-            part = slice(start, start + step)
-            weights = None if portion.weights is None else portion.weights[part]
-            roots: Cotangents = _no_rows if kind.without_rows else _Roots(self.likelihood, weights, kind.scaled)
-            yield from self._weighted(select(portion.inputs, part), roots, weights, kind)
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            directions: Cotangents = roots
+            if kind.without_rows:
+                directions = _no_rows
+            elif kind.sampled and self.samples is not None:
+                directions = SampledRoots(roots, self.samples, part.places, self.seed)
+            yield from self._weighted(part.inputs, directions, part.weights, kind)
 
     def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobian of a chunk, whole or row by row, with its weights."""
@@ -268,14 +263,13 @@ class CurvatureStream:
         outputs = self._outputs(portion.inputs)
         step = max(1, self._roots_at_once(outputs.shape[1]))
         for start in range(0, len(outputs), step):
-            part = slice(start, start + step)
-            weights = None if portion.weights is None else portion.weights[part]
-            yield from self._grouped(_Portion(select(portion.inputs, part), weights), outputs[part], kind)
+            stop = start + step
+            yield from self._grouped(portion.part(start, stop), outputs[start:stop], kind)
 
     def _grouped(self, portion: _Portion, outputs: Tensor, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a piece, with inputs sorted by their number of directions."""
         inputs, weights = portion.inputs, portion.weights
-        cotangents = _Roots(self.likelihood, weights)(outputs)
+        cotangents = Roots(self.likelihood, weights)(outputs)
         if weights is not None and weights.shape[1] > 1:
             cotangents = longest_first(cotangents)  # ignored targets make some of them zero
         counts = significant(cotangents, self.tolerance)
@@ -324,7 +318,8 @@ def _joined(portions: list[_Portion]) -> _Portion:
     if given:
         once = [given[0].new_ones(num_inputs(p.inputs), given[0].shape[1]) for p in portions]
         weights = torch.cat([o if p.weights is None else p.weights for o, p in zip(once, portions, strict=True)])
-    return _Portion(join([portion.inputs for portion in portions]), weights, len(portions))
+    places = torch.cat([portion.places for portion in portions])
+    return _Portion(join([portion.inputs for portion in portions]), weights, places, len(portions))
 
 
 def _same_form(one: Any, other: Any) -> bool:

@@ -42,6 +42,8 @@ def summary_text(title: str, fitted: Fitted) -> str:
         least, most = (f(ratios, key=ratios.__getitem__) for f in (min, max))
         ends = f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most})"
         lines.append(_line("KFAC trace / exact", f"{ends}, on a few inputs"))
+    if fitted.directions:
+        lines.append(_line("directions", fitted.directions))
     lines.append(_line("backward passes", f"{linearization.passes:,} through one input"))
     if linearization.forward_passes:
         lines.append(_line("forward mode", f"{linearization.forward_passes:,} products through one input"))

@@ -26,10 +26,25 @@ from sublaplace.runtime.warning import warn
 
 
 def curvature_stream(
-    loader: Iterable[Any], linearization: Linearization, survey: Survey, tolerance: float, progress: bool = False
+    loader: Iterable[Any],
+    linearization: Linearization,
+    survey: Survey,
+    tolerance: float,
+    progress: bool = False,
+    samples: int | None = None,
+    seed: int = 0,
 ) -> CurvatureStream:
     """Return the training data as rows of the GGN's root, for passes over them; see `CurvatureStream`."""
-    return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
+    return CurvatureStream(
+        linearization,
+        loader,
+        survey.likelihood,
+        tolerance,
+        progress,
+        num_data=survey.num_data,
+        samples=samples,
+        seed=seed,
+    )
 
 
 LARGEST_EXACT_LAST_LAYER = 5000

@@ -18,6 +18,7 @@ from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.linalg import Vectors
+from sublaplace.options import Resources
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -25,9 +26,11 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 
 
 def updated(
-    fitted: Fitted, outside_kind: str, direction_tolerance: float, loader: Iterable[Any], progress: bool
+    fitted: Fitted, outside_kind: str, resources: Resources, seed: int, loader: Iterable[Any], progress: bool
 ) -> Fitted:
     """Return what a fit on both data sets with the same P, λ and weight gives, by one pass over `loader`.
+
+    With sampled directions, those of the new data are drawn as if their places began at 0.
 
     Raises:
         ValueError: for a posterior over all parameters without a subspace or complement.
@@ -45,7 +48,8 @@ def updated(
                 "A σ for each output that is estimated again cannot be put into the curvature outside of the subspace; "
                 "fit again on all data, or give σ, as in Gaussian((0.1, 0.2))."
             )
-        stream = steps.curvature_stream(loader, linearization, added, direction_tolerance, progress)
+        tolerance, samples = resources.tolerance(linearization.dtype), resources.samples(survey.num_outputs)
+        stream = steps.curvature_stream(loader, linearization, added, tolerance, progress, samples, seed)
         outside = None if outside is None else _more_outside(outside, stream, outside_kind)
         if subspace is None:
             assert outside is not None

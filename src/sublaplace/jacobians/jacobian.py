@@ -148,7 +148,7 @@ class Engine(Protocol):
     def memory_budget(self) -> int:
         """Bytes for temporary chunks."""
 
-    def chunks(self, inputs: Any, *, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
+    def chunks(self, inputs: Any, cotangents: Tensor | None = None, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         """Yield the Jacobians of parts of a large batch, within the memory budget."""
 
     def num_outputs(self, inputs: Any) -> int:
@@ -160,27 +160,39 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Jacobians:
-    """An iterable over the Jacobians of a set of inputs, in chunks, with one row per output."""
+    """An iterable over the Jacobians of a set of inputs, in chunks.
+
+    Args:
+        linearization: the network.
+        inputs: the inputs.
+        progress: whether to show a bar.
+        wanted: what will be asked of the Jacobians.
+        directions: in the outputs, (n, k, C), one row each; None: one row per output.
+    """
 
     linearization: Engine
     inputs: Any
     progress: bool = False
     wanted: Wanted = ROWS
+    directions: Tensor | None = None
 
     def __iter__(self) -> Iterator[Jacobian]:
         total = num_inputs(self.inputs)
         with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
-            for jacobian in self.linearization.chunks(self.inputs, wanted=self.wanted):
+            for jacobian in self.linearization.chunks(self.inputs, self.directions, self.wanted):
                 yield jacobian
                 bar.update(jacobian.num_inputs)
 
     def few(self, count: int) -> "Jacobians":
         """Return the Jacobians of the first `count` inputs."""
-        return replace(self, inputs=select(self.inputs, slice(0, count)))
+        directions = None if self.directions is None else self.directions[:count]
+        return replace(self, inputs=select(self.inputs, slice(0, count)), directions=directions)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, n·C."""
+        """The number of rows, n·C or n·k."""
+        if self.directions is not None:
+            return self.directions.shape[0] * self.directions.shape[1]
         return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
 
     @property

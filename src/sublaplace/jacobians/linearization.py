@@ -166,16 +166,18 @@ class Linearization:
 
         Args:
             inputs: the batch.
-            cotangents: as in `jacobian`.
+            cotangents: as in `jacobian`, for the whole batch.
             wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
         """
         self.look_at(inputs)
         rows = self._plan(inputs).num_outputs
+        given = cotangents.shape[1] if isinstance(cotangents, Tensor) else None
         forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
-        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, wanted=wanted)
+        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, given, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):
             part = select(inputs, slice(start, start + step))
-            yield self.forward_jacobian(part) if forward else self.jacobian(part, cotangents, wanted)
+            own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
+            yield self.forward_jacobian(part) if forward else self.jacobian(part, own, wanted)
 
     # Forward mode -----------------------------------------------------------------------------------------------------
 

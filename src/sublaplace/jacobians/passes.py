@@ -54,6 +54,7 @@ class ForwardPass:
             cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
         elif not isinstance(cotangents, Tensor):
             cotangents = cotangents(outputs.detach())
+        cotangents = cotangents.to(outputs.dtype)
         chosen = {name: network.parameters[name] for name in plan.general if wanted.includes((name,))}
         general = {}
         if chosen:
@@ -66,7 +67,7 @@ class ForwardPass:
             and wanted.includes(call.names)
             and not set(call.names) <= set(plan.general)
         ]
-        return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general, every_output)
+        return cls(network.layout, outputs, cotangents, calls, general, every_output)
 
     def _is_last(self, call: Call) -> bool:
         """Return whether the output of a call is the output of the network."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.model.likelihoods.links import Covariance, Interval, standard_normal, symmetric_root
+from sublaplace.model.likelihoods.roots import MatrixRoot, Root
 from sublaplace.runtime.files import SavedFileError
 
 Noise = float | tuple[float, ...]
@@ -54,12 +55,12 @@ class Likelihood(ABC):
 
     # To be replaced where the default does not suit -------------------------------------------------------------------
 
-    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
-        """Return R M for M (n, C, r), for some R with RᵀR as that of `hessian_root`: (n, K, r).
+    def root(self, outputs: Tensor) -> Root:
+        """Return a root of H that may differ from `hessian_root` by a rotation of its rows.
 
-        With several scales, row k belongs to scale k. A likelihood of many outputs can do without forming R.
+        With several scales, row k belongs to scale k. A likelihood of many outputs can do without the matrix.
         """
-        return self.hessian_root(outputs) @ columns
+        return MatrixRoot(self.hessian_root(outputs))
 
     def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
         """Return Σ_n √w H √w, without a single scale: (C, C), or its diagonal (C,); float64.

@@ -16,6 +16,7 @@ from sublaplace.model.likelihoods.links import (
     probit_logits,
     sigmoid_interval,
 )
+from sublaplace.model.likelihoods.roots import DiagonalRoot
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Bernoulli(Likelihood):
         """Return √(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
         return longest_first(torch.diag_embed(_spread(outputs).sqrt())).to(outputs.dtype)
 
-    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
-        return _spread(outputs).sqrt().to(columns.dtype).unsqueeze(2) * columns
+    def root(self, outputs: Tensor) -> DiagonalRoot:
+        return DiagonalRoot(_spread(outputs).sqrt().to(outputs.dtype))
 
     def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
         spread = _spread(outputs) if weights is None else _spread(outputs) * weights

@@ -16,6 +16,7 @@ from sublaplace.model.likelihoods.links import (
     probit_interval,
     probit_logits,
 )
+from sublaplace.model.likelihoods.roots import SoftmaxRoot
 
 _EIGENVECTORS_UP_TO = 64  # classes
 
@@ -64,10 +65,8 @@ class Categorical(Likelihood):
             columns = longest_first(columns)
         return columns.to(outputs.dtype)
 
-    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
-        """Return √φ_k (m_k − Σ_c φ_c m_c) for the rows m of M, with the root diag √φ − φ√φᵀ: K = C. Cost: C·r."""
-        probabilities = outputs.double().softmax(1).to(columns.dtype).unsqueeze(2)
-        return probabilities.sqrt() * (columns - (probabilities * columns).sum(1, keepdim=True))
+    def root(self, outputs: Tensor) -> SoftmaxRoot:
+        return SoftmaxRoot(outputs.double().softmax(1).to(outputs.dtype))
 
     def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
         """Return Σ_n w (diag φ − φφᵀ). Cost: n·C², or n·C for the diagonal."""

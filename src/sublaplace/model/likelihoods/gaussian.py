@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.roots import DiagonalRoot
 from sublaplace.runtime.checks import checked_positive
 
 POOLED, PER_OUTPUT = "pooled", "per-output"
@@ -80,8 +81,8 @@ class Gaussian(Likelihood):
         n, C = outputs.shape
         return torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
 
-    def root_product(self, outputs: Tensor, columns: Tensor) -> Tensor:
-        return columns
+    def root(self, outputs: Tensor) -> DiagonalRoot:
+        return DiagonalRoot(torch.ones_like(outputs))
 
     def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
         ones = torch.ones_like(outputs, dtype=torch.float64)

@@ -6,7 +6,7 @@ yields the covariance of outputs, J Λ⁻¹ Jᵀ, and products of Λ⁻¹ with v
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sublaplace.curvature.joint import factored_joint_covariance
 from sublaplace.curvature.operators import PARTS, DiagonalPart, Part
+from sublaplace.jacobians.blocks import Block
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors, gram
@@ -177,7 +179,7 @@ class BlockPrecision(Precision):
     @property
     def wanted(self) -> Wanted:
         """All rows with respect to the parameters that have a part."""
-        return Wanted(names=None if self.covers_all else frozenset(self.parts))
+        return Wanted(names=None if self.covers_all else frozenset(self.parts), features=True)
 
     @property
     def covers_all(self) -> bool:
@@ -219,20 +221,43 @@ class BlockPrecision(Precision):
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, K = jacobian.num_inputs, jacobian.num_rows
         result = jacobian.outputs.new_zeros(n, K, K)
-        for name, part in self.parts.items():
-            if name in jacobian.blocks:
-                result += part.covariance(jacobian.blocks[name], self.prior_precision)
+        for part, block in self._uses(jacobian):
+            result += part.covariance(block, self.prior_precision)
+        found = self._of_features(jacobian)
+        if found is not None:
+            mix, inner = found
+            result += mix @ inner @ mix.T
         return result
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.outputs.new_zeros(jacobian.num_inputs, jacobian.num_rows)
-        for name, part in self.parts.items():
-            if name in jacobian.blocks:
-                result += part.variance(jacobian.blocks[name], self.prior_precision)
+        for part, block in self._uses(jacobian):
+            result += part.variance(block, self.prior_precision)
+        found = self._of_features(jacobian)
+        if found is not None:
+            mix, inner = found
+            result += ((mix @ inner) * mix).sum(2)
         return result
 
+    def _uses(self, jacobian: Jacobian) -> Iterator[tuple[Part, Block]]:
+        """Yield the parts with their blocks, without those of features."""
+        for name, part in self.parts.items():
+            block = jacobian.blocks.get(name)
+            if block is not None and not isinstance(block, FeatureBlock):
+                yield part, block
+
+    def _of_features(self, jacobian: Jacobian) -> tuple[Tensor, Tensor] | None:
+        """Return W (C, F) and the covariance of the features, (n, F, F); None if there are no rows of features."""
+        total, mix = None, None
+        for name, part in self.parts.items():
+            block = jacobian.blocks.get(name)
+            if isinstance(block, FeatureBlock):
+                mix, found = block.mix, part.covariance(block.inner, self.prior_precision)
+                total = found if total is None else total.add_(found)
+        return None if mix is None or total is None else (mix, total)
+
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        jacobians = replace(jacobians, wanted=self.wanted)
+        jacobians = replace(jacobians, wanted=replace(self.wanted, features=False))
         rows = self.whitened(jacobians) if self.covers_all else None
         return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
 

@@ -27,6 +27,7 @@ class Call:
     function: str
     names: tuple[str, ...]
     source: Tensor
+    origin: Tensor | None  # the source in the autograd graph, if it is part of it
     output_shape: torch.Size
     output: Tensor | None
     edge: GradientEdge | None
@@ -154,6 +155,7 @@ class Capture(TorchFunctionMode):
                 function=function,
                 names=names,
                 source=source.detach(),
+                origin=source if source.requires_grad else None,
                 output_shape=output.shape,
                 output=output.detach().clone() if self.keep_outputs else None,
                 edge=get_gradient_edge(output) if output.requires_grad else None,

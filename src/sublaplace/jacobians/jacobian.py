@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
@@ -41,6 +42,11 @@ class Jacobian:
     def num_inputs(self) -> int:
         """The number of inputs, n."""
         return len(self.outputs)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether rows come from those of fewer features."""
+        return any(isinstance(block, FeatureBlock) for block in self.blocks.values())
 
     @property
     def weights(self) -> Tensor | None:

@@ -124,8 +124,27 @@ class Linearization:
                 the cotangents saves a forward pass.
             wanted: the parameters that count; backward passes end at the first call that uses one of them.
         """
+        if cotangents is None and self.uses_features(inputs, wanted):
+            found = self._by_features(inputs, wanted)
+            if found is not None:
+                return self._in_units(found)
         run = self._forward_pass(inputs, cotangents, wanted)
         return self._in_units(run.jacobian(range(run.num_rows)))
+
+    def uses_features(self, inputs: Any, wanted: Wanted) -> bool:
+        """Return whether the rows of all outputs come from half as many features, or fewer."""
+        plan = self._plan(inputs)
+        few = plan.num_features is not None and 2 * plan.num_features <= plan.num_outputs
+        return wanted.features and few and not plan.general
+
+    def _by_features(self, inputs: Any, wanted: Wanted) -> Jacobian | None:
+        with self.borrowed():
+            plan, capture, outputs = self._captured(self.to_device(inputs), wanted)
+            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted)
+            if run is None:
+                return None
+            self.passes += run.num_passes
+            return run.jacobian()
 
     def row_by_row(
         self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS
@@ -170,8 +189,11 @@ class Linearization:
             wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
         """
         self.look_at(inputs)
-        rows = self._plan(inputs).num_outputs
-        given = cotangents.shape[1] if isinstance(cotangents, Tensor) else None
+        plan = self._plan(inputs)
+        rows = plan.num_outputs
+        if self.uses_features(inputs, wanted) and plan.num_features is not None:
+            rows = plan.num_features
+        given = cotangents.shape[1] if isinstance(cotangents, Tensor) else rows
         forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
         step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, given, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):

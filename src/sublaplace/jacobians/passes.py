@@ -1,6 +1,6 @@
 """Jacobian rows, by backward passes from one recorded forward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.general import general_rows
 from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian
@@ -59,14 +60,7 @@ class ForwardPass:
         general = {}
         if chosen:
             general = general_rows(network.model, network.forward, chosen, inputs, cotangents, plan.general_batched)
-        calls = [
-            (call, axis, axis.in_front(call.source, n))
-            for call, axis in zip(capture.calls, plan.axes, strict=True)
-            if axis is not None
-            and call.edge is not None
-            and wanted.includes(call.names)
-            and not set(call.names) <= set(plan.general)
-        ]
+        calls = _with_sources(zip(capture.calls, plan.axes, strict=True), plan, wanted, n)
         return cls(network.layout, outputs, cotangents, calls, general, every_output)
 
     def _is_last(self, call: Call) -> bool:
@@ -79,6 +73,31 @@ class ForwardPass:
         if all(self._is_last(call) for call, _, _ in self.calls) and not self.general:
             return 0
         return len(self.outputs) * self.num_rows
+
+    @classmethod
+    def of_features(
+        cls, network: Network, plan: Plan, capture: Capture, outputs: Tensor, wanted: Wanted
+    ) -> "FeaturePass | None":
+        """Prepare F backward passes for the rows of all outputs; None if the network has no such form.
+
+        The last call must be a linear map with a weight among the parameters, and no parameter take the general path.
+        """
+        last = capture.calls[-1]
+        if plan.general or last.origin is None or last.edge != get_gradient_edge(outputs):
+            return None
+        weight = next((name for name in last.names if network.parameters[name].ndim == 2), None)
+        if weight is None or last.source.ndim != 2:
+            return None
+        n, features = last.source.shape
+        W = network.parameters[weight].detach()
+        W = W if W.shape == (outputs.shape[1], features) and last.function == "linear" else W.T
+        units = torch.eye(features, dtype=outputs.dtype, device=outputs.device).expand(n, features, features)
+        calls = _with_sources(zip(capture.calls[:-1], plan.axes[:-1], strict=True), plan, wanted, n)
+        body = cls(network.layout, last.origin, units, calls, {}, False)
+        axis = plan.axes[-1]
+        assert axis is not None
+        head = cls(network.layout, outputs, units[:, :0, :1], [(last, axis, axis.in_front(last.source, n))], {}, True)
+        return FeaturePass(body, head, W, wanted)
 
     @property
     def num_rows(self) -> int:
@@ -136,3 +155,47 @@ class ForwardPass:
             gradient = self.cotangents[:, k] if self._is_last(call) else next(found, None)
             gradients.append(self.outputs.new_zeros(call.output_shape) if gradient is None else gradient)
         return gradients
+
+
+def _with_sources(
+    calls: Iterable[tuple[Call, BatchAxis | None]], plan: Plan, wanted: Wanted, n: int
+) -> list[tuple[Call, BatchAxis, Tensor]]:
+    """Return the calls whose gradients are wanted, each with its input, batch dimension first."""
+    return [
+        (call, axis, axis.in_front(call.source, n))
+        for call, axis in calls
+        if axis is not None
+        and call.edge is not None
+        and wanted.includes(call.names)
+        and not set(call.names) <= set(plan.general)
+    ]
+
+
+@dataclass(frozen=True)
+class FeaturePass:
+    """A recorded forward pass whose F features yield the rows of all C outputs."""
+
+    body: ForwardPass  # from the features
+    head: ForwardPass  # of the last layer alone
+    weight: Tensor  # W: (C, F)
+    wanted: Wanted
+
+    @property
+    def num_passes(self) -> int:
+        """The number of backward passes, counted per input."""
+        return self.body.num_passes
+
+    def jacobian(self) -> Jacobian:
+        """Run one backward pass per feature and return the Jacobian of all outputs."""
+        C = self.head.outputs.shape[1]
+        found: dict[str, list[Block]] = {
+            name: [FeatureBlock(block, self.weight)]
+            for name, block in self.body.jacobian(range(self.body.num_rows)).blocks.items()
+        }
+        ((call, _, source),) = self.head.calls
+        for name, build in call.builders:
+            block = build(source, ())
+            if self.wanted.includes((name,)) and isinstance(block, OuterBlock):
+                found.setdefault(name, []).append(HeadBlock.of(block))
+        blocks = {name: summed(found[name]) for name in self.body.layout.names if name in found}
+        return Jacobian(self.body.layout, blocks, self.head.outputs.detach(), C)

@@ -62,6 +62,7 @@ class Plan:
     last_linear: tuple[str, ...]
     num_outputs: int  # C
     ends_linear: bool = False  # whether the last linear call's output is the network's output
+    num_features: int | None = None  # F, of a last linear layer that uses its weight once
     general_batched: bool = True
     measured: tuple[CallSize, ...] = ()
     measured_inputs: int = 1  # of the batch that was measured

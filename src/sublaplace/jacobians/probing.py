@@ -103,8 +103,10 @@ def _verify(network: Network, plan: Plan, inputs: Any, jacobian_of: JacobianOf) 
         plan.general_batched = _general_batched(network, plan, inputs, u, expected)
     with torch.enable_grad():
         capture, outputs = network.watched(inputs, expand=plan.expand)
-    last = next((call for call in reversed(capture.calls) if call.names == plan.last_linear), None)
+    last = next((call for call in reversed(capture.calls) if set(call.names) == set(plan.last_linear)), None)
     plan.ends_linear = last is not None and outputs.requires_grad and last.edge == get_gradient_edge(outputs)
+    if plan.ends_linear and last is not None and last.source.ndim == 2:
+        plan.num_features = last.source.shape[1]
     jacobian = jacobian_of(plan, capture, inputs, outputs, rows)
     weights = rows.new_ones(*rows.shape[:2], 1)
     scale = max(float(value.abs().max()) for value in expected.values())

@@ -11,10 +11,12 @@ class Wanted:
         products: the number of vectors that the Jacobian is multiplied by, if nothing else is asked of it. None: its
             rows are needed.
         names: the parameters that count; all others have no rows. None: all count.
+        features: whether rows of many outputs may come from those of fewer features (see `features.py`).
     """
 
     products: int | None = None
     names: frozenset[str] | None = None
+    features: bool = False
 
     def includes(self, names: tuple[str, ...]) -> bool:
         """Return whether any of these parameters is wanted."""

@@ -15,6 +15,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.operators import Part
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import cholesky, symmetric_product
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -37,6 +38,10 @@ class Sweep(Protocol):
     @property
     def numbers_per_row(self) -> int:
         """How many numbers are kept per row of a Jacobian while its points are evaluated."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the sweep asks of a Jacobian."""
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
@@ -93,6 +98,10 @@ class SubspaceSweep:
     def numbers_per_row(self) -> int:
         return len(self.values)
 
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.projection.dim, self.projection.support)
+
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
         return _weighted_products(rows, 1 / (self.values + taus[:, None]), whole)
@@ -107,6 +116,10 @@ class LastLayerSweep:
     @property
     def numbers_per_row(self) -> int:
         return 1
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.posterior.wanted
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         unscaled = self.posterior.scaled(1 / self.posterior.scale)
@@ -142,6 +155,10 @@ class ExactSweep:
     @property
     def numbers_per_row(self) -> int:
         return sum(self.vectors.shape)
+
+    @property
+    def wanted(self) -> Wanted:
+        return ROWS
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
@@ -235,6 +252,10 @@ class ComplementSweep:
     @property
     def numbers_per_row(self) -> int:
         return len(self.eigenvalues) * (2 * len(self.values) + 1)
+
+    @property
+    def wanted(self) -> Wanted:
+        return ROWS
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""

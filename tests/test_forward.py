@@ -7,7 +7,7 @@ from networks import NETWORKS, make
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sublaplace import Gaussian, SubspaceLaplace
+from sublaplace import Complement, Gaussian, SubspaceLaplace
 from sublaplace.jacobians.forward import forward_mode_works
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import ROWS, Wanted
@@ -49,6 +49,11 @@ def test_products_by_forward_mode_equal_those_of_the_rows(name):
     indices = torch.randperm(linearization.layout.num_parameters)[:17]
     columns = jacobian.columns(linearization.layout.split_indices(indices), 17).flatten(0, 1)
     assert torch.allclose(columns, expected[:, indices], rtol=1e-10, atol=1e-10)
+    weights = torch.randn(5, jacobian.num_rows, 3, dtype=torch.float64)
+    into = linearization.layout.zeros(3, flat)
+    jacobian.add_transpose_matmul(weights, into)
+    transposed = weights.flatten(0, 1).T @ expected
+    assert (linearization.layout.flatten(into) - transposed).abs().max() <= 1e-10 * transposed.abs().max()
     assert torch.allclose(jacobian.dense_rows(), expected, rtol=1e-10, atol=1e-10)  # by backward passes
 
 
@@ -144,6 +149,30 @@ def test_weighted_regression_with_many_outputs_equals_the_posterior_by_rows(nois
     assert forward_passes(forward) and not forward_passes(rows)
     x = torch.randn(5, 3, dtype=torch.float64)
     assert torch.allclose(forward.functional_covariance(x), rows.functional_covariance(x), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["scalar", "layer"])
+def test_a_complement_of_many_outputs_agrees_with_that_by_rows(likelihood, structure, monkeypatch):
+    model, (inputs, labels) = many_outputs(60), classes()
+    targets = labels if likelihood == "classification" else torch.randn(30, OUTPUTS, dtype=torch.float64)
+    loader = [(inputs[i : i + 9], targets[i : i + 9], torch.rand(9).double()[: 30 - i]) for i in range(0, 30, 9)]
+    chosen = Gaussian(0.5) if likelihood == "regression" else likelihood
+    options = {"complement": Complement("kfac", 1.0), "prior_structure": structure}
+    if structure == "scalar":
+        options["prior_precision"] = 0.3
+
+    def fitted():
+        return SubspaceLaplace(model, chosen, 4, projector="lowrank-kfac", **options).fit(loader, certify=True)
+
+    forward = fitted()
+    monkeypatch.setattr(Linearization, "prefers_forward", lambda *_: False)
+    rows = fitted()
+    assert forward_passes(forward) >= 30 * 4 and not forward_passes(rows)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.allclose(forward.functional_covariance(x), rows.functional_covariance(x), rtol=1e-7, atol=1e-10)
+    for one, other in zip(forward.bounds(x), rows.bounds(x), strict=True):
+        assert torch.allclose(one, other, rtol=1e-7, atol=1e-10)
 
 
 def test_tuning_evaluation_and_samples_agree_with_those_by_rows(monkeypatch):

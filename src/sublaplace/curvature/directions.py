@@ -42,6 +42,12 @@ class Roots:
             products = products * self.weights.sqrt().to(products.dtype)[:, :, None]
         return self.likelihood.root(outputs).times(products) * self.scales(outputs)
 
+    def combined(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return the product of Z (n, r, ·) with the rows of `times`, without forming them: (n, r, C)."""
+        scales = self.scales(outputs)
+        weights = weights * (scales.T if scales.ndim else scales)
+        return self.weighted(self.likelihood.root(outputs).combined(weights))
+
     def weighted(self, rows: Tensor) -> Tensor:
         """Return rows (n, ·, C) times the square roots of the weights."""
         return rows if self.weights is None else rows * self.weights.sqrt().to(rows.dtype)[:, None, :]
@@ -83,8 +89,7 @@ class SampledRoots:
         drawn = random_signs(self.seed, self.places, self.count - exact, K).to(outputs)
         sampled.copy_(drawn / (self.count - exact) ** 0.5)
         sampled.scatter_(2, longest.unsqueeze(1).expand(-1, self.count - exact, -1), 0.0)
-        scales = self.roots.scales(outputs)
-        return self.roots.weighted(root.combined(combinations * (scales.T if scales.ndim else scales)))
+        return self.roots.combined(outputs, combinations)
 
 
 def random_signs(seed: int, places: Tensor, rows: int, columns: int) -> Tensor:

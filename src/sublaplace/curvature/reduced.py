@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.jacobian import Jacobian
-from sublaplace.jacobians.wanted import ROWS, Wanted
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.projection import Projection
 
@@ -68,7 +68,7 @@ def reduced_ggn_and_product(
     several scales.
 
     Cost: another K·p·s multiplications per input; memory p·s, and up to a quarter of it for rows that both products
-    share.
+    share. In forward mode, s backward passes per batch give Y.
     """
     product = stream.linearization.zero_vectors(projection.dim)
     return _accumulated(stream, projection, product, resumable).sums, product
@@ -80,6 +80,6 @@ def _accumulated(
     s, scales = projection.dim, stream.likelihood.curvature_scales
     zeros = torch.zeros(len(scales), s, s, dtype=torch.float64, device=stream.linearization.device)
     reduced = _ReducedSums(projection, scales, zeros, product)
-    wanted = Wanted(s, projection.support) if product is None else ROWS
+    wanted = Wanted(s, names=projection.support) if product is None else Wanted(s, transposed=True)
     stream.accumulate("reduced posterior", reduced, scaled=False, resumable=resumable, wanted=wanted)
     return reduced

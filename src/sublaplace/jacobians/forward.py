@@ -27,6 +27,9 @@ class Directions(Protocol):
     def times(self, outputs: Tensor, products: Tensor) -> Tensor:
         """Return U M for M (n, C, r), or V M for any V with VᵀV = UᵀU: (n, ·, r)."""
 
+    def combined(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return Z U, or Z V with the V of `times`, for Z (n, r, ·): (n, r, C)."""
+
 
 class _ForwardMode(TorchFunctionMode):
     """A mode that gives calls the derivatives which backward passes give them.

@@ -37,6 +37,7 @@ class Jacobian:
     target_weights: Tensor | None = None  # how much each target counts, (n, 1) or (n, C); None: once
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
     forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
+    transposed: Callable[[Tensor, Vectors], None] | None = None  # adds Jᵀ U by ordinary backward passes
 
     @property
     def num_inputs(self) -> int:
@@ -79,6 +80,9 @@ class Jacobian:
 
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
         """Add Jᵀ U to `into`, for U of shape (n, K, r)."""
+        if self.transposed is not None:
+            self.transposed(weights, into)
+            return
         for name, block in self.blocks.items():
             block.add_transpose_matmul(weights, into[name])
 
@@ -88,7 +92,7 @@ class Jacobian:
         Otherwise every product would form the same rows again. Memory: at most n·K·p, so rows are only formed if that
         is at most a quarter of the memory of the vectors.
         """
-        if 4 * self.num_inputs * self.num_rows > count:
+        if self.forward is not None or 4 * self.num_inputs * self.num_rows > count:
             return self
         blocks = {
             name: RowBlock(block.rows()) if isinstance(block, OuterBlock) and not block.factors_first(count) else block

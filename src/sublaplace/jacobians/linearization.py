@@ -211,9 +211,9 @@ class Linearization:
         plan = self._plan(inputs)
         if wanted.products is None or plan.forward_mode is False:
             return False
-        sizes, count = plan.sizes(wanted), wanted.products
+        sizes = plan.sizes(wanted)
         num_parameters = sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
-        if cost_forward(sizes, count) >= cost_by_rows(sizes, num_parameters, rows, count):
+        if cost_forward(sizes, wanted) >= cost_by_rows(sizes, num_parameters, rows, wanted):
             return False
         if plan.forward_mode is None:
             with self.borrowed():
@@ -244,8 +244,16 @@ class Linearization:
             self.forward_passes += len(outputs) * products.shape[2]
             return products if directions is None else directions.times(outputs, products)
 
+        def transposed(weights: Tensor, into: Vectors) -> None:
+            cotangents = weights.transpose(1, 2)
+            if directions is not None:
+                cotangents = directions.combined(outputs, cotangents)
+            with self.borrowed():
+                self.network.add_gradients(inputs, cotangents, into, self.units)
+            self.passes += len(outputs) * cotangents.shape[1]
+
         blocks = LazyBlocks(lambda: self.jacobian(inputs, directions).blocks)
-        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=forward)
+        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=forward, transposed=transposed)
 
     # Sizes ------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from sublaplace.data.batches import num_inputs, plain
 from sublaplace.jacobians.capture import Capture
+from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -124,20 +125,37 @@ class Network:
 
     def plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
         """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter."""
-        parameters = list(self.parameters.values())
+        into = {name: p.new_zeros(1, p.numel()) for name, p in self.parameters.items()}
+        self.add_gradients(inputs, u.unsqueeze(1), into)
+        return {name: part[0] for name, part in into.items()}
+
+    def add_gradients(
+        self, inputs: Any, cotangents: Tensor, into: Vectors, units: Mapping[str, float] | None = None
+    ) -> None:
+        """Add Jᵀu to `into` for r cotangents u, (n, r, C), by one ordinary backward pass each.
+
+        Args:
+            inputs: the batch.
+            cotangents: u.
+            into: (r, size) per parameter.
+            units: of the parameters; None: 1.
+        """
+        names = list(into)
+        parameters = [self.parameters[name] for name in names]
         for p in parameters:
             p.requires_grad_()
         try:
             with torch.enable_grad():
                 outputs = self.forward(self.model, inputs)
-            gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+            for k, u in enumerate(cotangents.unbind(1)):
+                more = k + 1 < cotangents.shape[1]
+                found = torch.autograd.grad(outputs, parameters, u, retain_graph=more, allow_unused=True)
+                for name, gradient in zip(names, found, strict=True):
+                    if gradient is not None:
+                        into[name][k].add_(gradient.flatten(), alpha=1.0 if units is None else units[name])
         finally:
             for p in parameters:
                 p.requires_grad_(False)
-        return {
-            name: torch.zeros_like(p).flatten() if g is None else g.flatten()
-            for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
-        }
 
 
 def _has_non_finite(inputs: Any) -> bool:

@@ -51,7 +51,7 @@ class SubspacePosterior:
     @property
     def wanted(self) -> Wanted:
         """Products of the Jacobian with P alone, with respect to the parameters that P moves."""
-        return Wanted(self.dim, self.projection.support)
+        return Wanted(self.dim, names=self.projection.support)
 
     @property
     def unit(self) -> float:

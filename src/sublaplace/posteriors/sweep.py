@@ -100,7 +100,7 @@ class SubspaceSweep:
 
     @property
     def wanted(self) -> Wanted:
-        return Wanted(self.projection.dim, self.projection.support)
+        return Wanted(self.projection.dim, names=self.projection.support)
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn

@@ -29,6 +29,7 @@ from sublaplace.former_names import refuse_arguments, refuse_member
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.borrowing import claimed, full_precision
 from sublaplace.model.calling import call_model
 from sublaplace.model.fingerprint import Fingerprint, described_modules
@@ -309,7 +310,7 @@ class SubspaceLaplace:
             )
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         with fitted.linearization.borrowed():
-            for jacobian in self._jacobians(x, progress):
+            for jacobian in self._jacobians(x, progress, posterior.wanted):
                 none = jacobian.outputs.new_empty(jacobian.num_inputs, 0)
                 variance = posterior.variance(jacobian) if variances else none
                 matrix = posterior.covariance(jacobian) if matrices else none
@@ -340,14 +341,14 @@ class SubspaceLaplace:
         )
         return fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
-    def _jacobians(self, x: Any, progress: bool = False) -> Iterator[Jacobian]:
+    def _jacobians(self, x: Any, progress: bool = False, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
         with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
-                    for jacobian in linearization.chunks(linearization.to_device(inputs)):
+                    for jacobian in linearization.chunks(linearization.to_device(inputs), wanted=wanted):
                         yield jacobian
                         seen += jacobian.num_inputs
                         bar.update(jacobian.num_inputs)
@@ -486,7 +487,8 @@ class SubspaceLaplace:
         """
         fitted, subspace = self._fitted(), self._subspace()
         with fitted.linearization.borrowed():
-            return torch.stack([subspace.traces(jacobian) for jacobian in self._jacobians(x)]).sum(0)
+            jacobians = self._jacobians(x, wanted=subspace.wanted)
+            return torch.stack([subspace.traces(jacobian) for jacobian in jacobians]).sum(0)
 
     # What was fitted --------------------------------------------------------------------------------------------------
 
@@ -586,10 +588,9 @@ class SubspaceLaplace:
         """
         fitted = self._fitted()
         loader = shared_out(self._checked_loader(loader, "updated"))
-        tolerance = self._options.resources.tolerance(fitted.linearization.dtype)
-        outside = self._resolved.outside
+        resources, seed, outside = self._options.resources, self._options.seed, self._resolved.outside
         kind = "kfac" if outside is None else outside.kind
-        other = self._with(update.updated(fitted, kind, tolerance, loader, progress))
+        other = self._with(update.updated(fitted, kind, resources, seed, loader, progress))
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
@@ -697,7 +698,8 @@ class SubspaceLaplace:
         drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
         vectors = self._layout.unflatten(drawn)
         with linearization.borrowed():
-            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in self._jacobians(x)]
+            jacobians = self._jacobians(x, wanted=Wanted(products=count))
+            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in jacobians]
         return torch.cat(parts, dim=1)
 
     def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:
@@ -730,6 +732,7 @@ class SubspaceLaplace:
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
+            "curvature_samples": options.resources.curvature_samples,
             "prior_precision": options.prior_precision,
             "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
@@ -791,7 +794,11 @@ class SubspaceLaplace:
                 seed=found["seed"],
                 forward=forward,
                 labels_key=labels_key,
-                resources=Resources(memory_budget, direction_tolerance=found["direction_tolerance"]),
+                resources=Resources(
+                    memory_budget,
+                    direction_tolerance=found["direction_tolerance"],
+                    curvature_samples=found["curvature_samples"],
+                ),
             )
             linearization = la._new_linearization(found["units"])
             posterior = posterior_from(tensors, found["posterior"], layout, linearization.dtype)

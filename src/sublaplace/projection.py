@@ -19,6 +19,10 @@ class Projection(Protocol):
     def dim(self) -> int:
         """The dimension s of the subspace."""
 
+    @property
+    def support(self) -> frozenset[str] | None:
+        """The parameters that P moves; None: all."""
+
     def apply(self, jacobian: Jacobian) -> Tensor:
         """Return J P: (n, K, s)."""
 
@@ -51,6 +55,10 @@ class Basis:
     @property
     def dim(self) -> int:
         return len(next(iter(self.vectors.values())))
+
+    @property
+    def support(self) -> None:
+        return None
 
     def apply(self, jacobian: Jacobian) -> Tensor:
         return jacobian.matmul(self.vectors)
@@ -89,6 +97,10 @@ class Subset:
     @cached_property
     def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
         return self.layout.split_indices(self.indices)
+
+    @property
+    def support(self) -> frozenset[str]:
+        return frozenset(self._parts)
 
     def apply(self, jacobian: Jacobian) -> Tensor:
         return jacobian.columns(self._parts, self.dim)

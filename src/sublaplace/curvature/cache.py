@@ -6,6 +6,7 @@ from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.exact import exact_bytes, exact_ggn
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.last_layer import last_layer_ggn
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
@@ -36,6 +37,12 @@ class Curvatures:
         if "diagonal" not in self._blocks:
             self._blocks["diagonal"] = diagonal_ggn(self.stream, prior_precision)
         return self._blocks["diagonal"].with_prior(prior_precision)
+
+    def last_layer(self, names: tuple[str, ...], prior_precision: float) -> BlockPrecision:
+        """Return Λ of the last linear layer, with the parameters `names`, with the Kronecker-factored GGN."""
+        if "last layer" not in self._blocks:
+            self._blocks["last layer"] = last_layer_ggn(self.stream, names, self.num_outputs, prior_precision)
+        return self._blocks["last layer"].with_prior(prior_precision)
 
     def exact(self, prior_precision: float) -> Exact:
         """Return the exact Λ.

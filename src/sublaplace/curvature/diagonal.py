@@ -27,7 +27,9 @@ class _SquaredRows:
 
 
 def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecision:
-    """Return Λ with GGN ≈ diag Σ_i J_iᵀ H_i J_i, the exact diagonal, in one pass over the data.
+    """Return Λ with GGN ≈ diag Σ_i J_iᵀ H_i J_i in one pass over the data.
+
+    The diagonal is exact, or right in the mean if the stream samples directions.
 
     Cost: K backward passes and K·p multiplications per input; memory p.
     """
@@ -36,7 +38,7 @@ def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecis
     squares = _SquaredRows(
         {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in layout.sizes.items()}
     )
-    stream.accumulate("diagonal GGN", squares, row_by_row=True)
+    stream.accumulate("diagonal GGN", squares, row_by_row=True, sampled=True)
     for name, value in squares.sums.items():
         require_finite_sum(name, value)
     parts: dict[str, Part] = {name: DiagonalPart(value.to(dtype)) for name, value in squares.sums.items()}

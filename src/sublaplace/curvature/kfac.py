@@ -120,7 +120,8 @@ def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
 def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool = False) -> BlockPrecision:
     """Return Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, in one pass over the data.
 
-    All K columns of the output Hessian's root are used; nothing is sampled. Weight and bias have separate factors. The
+    All K columns of the output Hessian's root are used, or the stream's m sampled directions per input, which have the
+    same second moment: the gradients' factors are then right in the mean. Weight and bias have separate factors. The
     positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). A parameter without
     Kronecker factors gets its exact dense block, or its diagonal if it has more than 1,000 entries. The approximation
     is exact for a linear layer with T = 1 and a single input or constant g.
@@ -140,7 +141,7 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     dtype = stream.linearization.dtype
     layout = stream.linearization.layout
     sums = _LayerSums(reduce)
-    stream.accumulate("KFAC reduce" if reduce else "KFAC", sums, every_input=True, row_by_row=True)
+    stream.accumulate("KFAC reduce" if reduce else "KFAC", sums, every_input=True, row_by_row=True, sampled=True)
     for name, total in (*((name, held.gradients) for name, held in sums.kronecker.items()), *sums.dense.items()):
         require_finite_sum(name, total)
     parts: dict[str, Part] = {}

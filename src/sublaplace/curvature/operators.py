@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock
+from sublaplace.jacobians.head import HeadBlock
 
 
 class Part(Protocol):
@@ -67,6 +68,8 @@ def inner_products(rows: Tensor) -> Tensor:
 
 
 def _linear(block: Block) -> OuterBlock | EmbeddingBlock:
+    if isinstance(block, HeadBlock):
+        return block.outer()
     if isinstance(block, OuterBlock | EmbeddingBlock):
         return block
     raise TypeError(
@@ -94,15 +97,19 @@ class DiagonalPart:
         return block.rows() * (self.diagonal + prior).rsqrt()
 
     def turn(self, block: Block) -> Block:
-        return block
+        return block.outer() if isinstance(block, HeadBlock) else block
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return vectors * (self.diagonal + prior).rsqrt()
 
     def covariance(self, block: Block, prior: float) -> Tensor:
+        if isinstance(block, HeadBlock):
+            return self.variance(block, prior).diag_embed()
         return inner_products(self.whiten(block, prior))
 
     def variance(self, block: Block, prior: float) -> Tensor:
+        if isinstance(block, HeadBlock):
+            return block.variances(1 / (self.diagonal + prior))
         return self.whiten(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
@@ -184,14 +191,14 @@ class KroneckerPart:
     """A Kronecker-factored block GGN ≈ G ⊗ A, as the eigendecompositions of both factors.
 
     Eigenvalue (o, i) is the product of the factors' eigenvalues, to which λ is added exactly. A grouped convolution has
-    one block per group. `input_vectors` is None if A is diagonal (embeddings). `transposed` means that the parameter is
-    stored as (I, O).
+    one block per group. `input_vectors` is None if A is diagonal (embeddings), `output_vectors` if G is (last layers
+    with very many outputs). `transposed` means that the parameter is stored as (I, O).
     """
 
     input_values: Tensor  # (G, I)
     input_vectors: Tensor | None  # (G, I, I)
     output_values: Tensor  # (G, O)
-    output_vectors: Tensor  # (G, O, O)
+    output_vectors: Tensor | None  # (G, O, O)
     transposed: bool
     terms: float = 1.0  # of the mean A
 
@@ -210,13 +217,17 @@ class KroneckerPart:
 
     def _into_eigenbasis(self, vectors: Tensor) -> Tensor:
         """Return vectors (r, size) in the eigenbasis, as maps (r, G, O, I)."""
-        maps = self.output_vectors.transpose(1, 2) @ self._as_maps(vectors)
+        maps = self._as_maps(vectors)
+        if self.output_vectors is not None:
+            maps = self.output_vectors.transpose(1, 2) @ maps
         return maps if self.input_vectors is None else maps @ self.input_vectors
 
     def _from_eigenbasis(self, maps: Tensor) -> Tensor:
         if self.input_vectors is not None:
             maps = maps @ self.input_vectors.transpose(1, 2)
-        return self._stored(self.output_vectors @ maps).reshape(len(maps), -1)
+        if self.output_vectors is not None:
+            maps = self.output_vectors @ maps
+        return self._stored(maps).reshape(len(maps), -1)
 
     def _transformed(self, vectors: Tensor, factors: Tensor) -> Tensor:
         """Multiply vectors by `factors` (G, O, I) in the eigenbasis."""
@@ -228,8 +239,15 @@ class KroneckerPart:
     def matmul(self, vectors: Tensor, prior: float) -> Tensor:
         return self._transformed(vectors, self._products + prior)
 
+    def _output_basis(self) -> Tensor:
+        """Return the eigenvectors of G: (G, O, O)."""
+        if self.output_vectors is not None:
+            return self.output_vectors
+        groups, outputs = self.output_values.shape
+        return torch.eye(outputs).to(self.output_values).expand(groups, outputs, outputs)
+
     def rotated_rows(self, block: Block) -> Tensor:
-        return _linear(block).rotated_rows(self.input_vectors, self.output_vectors)
+        return _linear(block).rotated_rows(self.input_vectors, self._output_basis())
 
     def whiten(self, block: Block, prior: float) -> Tensor:
         rows = self.rotated_rows(block)
@@ -238,8 +256,8 @@ class KroneckerPart:
     def turn(self, block: Block) -> Block:
         block = _linear(block)
         if isinstance(block, OuterBlock) and self.input_vectors is not None:
-            return block.turned(self.input_vectors, self.output_vectors)
-        return RowBlock(block.rotated_rows(self.input_vectors, self.output_vectors))
+            return block.turned(self.input_vectors, self._output_basis())
+        return RowBlock(block.rotated_rows(self.input_vectors, self._output_basis()))
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return self._from_eigenbasis(self._as_maps(vectors) * (self._products + prior).rsqrt())
@@ -249,15 +267,30 @@ class KroneckerPart:
         if not isinstance(block, OuterBlock) or block.positions > 1 or self.input_vectors is None:
             return self.whiten(block, prior)
         # Every row is one outer product, so B Bᵀ = Σ_oi g_o g'_o a_i² / (λ + e_oi), and the sum over i comes first.
-        a, g = block.rotated(self.input_vectors, self.output_vectors)
+        a, g = block.rotated(self.input_vectors, self._output_basis())
         squares = a.square().transpose(0, 1)  # (G, n, I)
         weights = (squares @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
         return (g * weights.sqrt().unsqueeze(1)).flatten(2)
 
+    def _head_weights(self, block: HeadBlock, prior: float) -> Tensor:
+        """Return w_c = Σ_j (Q_Aᵀa)_j² / (a_j b_c + λ), so that the covariance is Q_B diag(w) Q_Bᵀ: (n, C)."""
+        assert self.input_vectors is not None
+        squares = (block.inputs @ self.input_vectors[0]).square()
+        return squares @ (1 / (self._products[0] + prior)).T
+
     def covariance(self, block: Block, prior: float) -> Tensor:
+        if isinstance(block, HeadBlock):
+            weights = self._head_weights(block, prior)
+            if self.output_vectors is None:
+                return weights.diag_embed()
+            Q = self.output_vectors[0]
+            return (Q * weights[:, None, :]) @ Q.T
         return inner_products(self._root(block, prior))
 
     def variance(self, block: Block, prior: float) -> Tensor:
+        if isinstance(block, HeadBlock):
+            weights = self._head_weights(block, prior)
+            return weights if self.output_vectors is None else weights @ self.output_vectors[0].square().T
         return self._root(block, prior).square().sum(2)
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
@@ -286,7 +319,9 @@ class KroneckerPart:
         return (vectors * values[:, None, :]) @ vectors.transpose(1, 2)
 
     def _output_moment(self) -> Tensor:
-        """Return G: (G, O, O), float64."""
+        """Return G: (G, O, O), or its diagonal (G, O); float64."""
+        if self.output_vectors is None:
+            return self.output_values.double()
         vectors = self.output_vectors.double()
         return (vectors * self.output_values.double()[:, None, :]) @ vectors.transpose(1, 2)
 
@@ -294,18 +329,23 @@ class KroneckerPart:
     def of(
         cls, moment: Tensor, gradients: Tensor, transposed: bool, terms: float, dtype: torch.dtype
     ) -> "KroneckerPart":
-        """Return the block of A, (G, I, I) or its diagonal (G, I), and G (G, O, O), by their eigenvectors."""
+        """Return the block of A, (G, I, I), and G, (G, O, O), or their diagonals, (G, I) and (G, O)."""
         if moment.ndim == 2:
             input_values, input_vectors = moment, None
         else:
             input_values, vectors = torch.linalg.eigh(moment)
             input_vectors = vectors.to(dtype)
-        output_values, output_vectors = torch.linalg.eigh(gradients)
+        output_vectors = None
+        if gradients.ndim == 2:
+            output_values = gradients
+        else:
+            output_values, vectors = torch.linalg.eigh(gradients)
+            output_vectors = vectors.to(dtype)
         return cls(
             input_values.clamp_min(0).to(dtype),
             input_vectors,
             output_values.clamp_min(0).to(dtype),
-            output_vectors.to(dtype),
+            output_vectors,
             transposed,
             terms,
         )

@@ -6,7 +6,7 @@ yields the covariance of outputs, J Λ⁻¹ Jᵀ, and products of Λ⁻¹ with v
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from sublaplace.curvature.joint import factored_joint_covariance
 from sublaplace.curvature.operators import PARTS, DiagonalPart, Part
+from sublaplace.jacobians.blocks import Block
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.runtime.memory import grouped
@@ -66,6 +69,11 @@ class Precision(ABC):
     def outside(self) -> "BlockPrecision | None":
         """The approximation outside of the exact dimensions, or None."""
         return None
+
+    @property
+    def wanted(self) -> Wanted:
+        """What `covariance` and `variance` ask of a Jacobian: all of its rows."""
+        return ROWS
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:
@@ -148,7 +156,10 @@ class Precision(ABC):
 
 @dataclass(frozen=True)
 class BlockPrecision(Precision):
-    """A precision Λ that is block-diagonal over the parameters. Memory: its parts, Σ (I² + O²) over layers for KFAC."""
+    """A precision Λ that is block-diagonal over the parameters. Memory: its parts, Σ (I² + O²) over layers for KFAC.
+
+    A parameter without a part has no uncertainty, as all parameters before the last layer have none in its posterior.
+    """
 
     layout: ParameterLayout
     parts: dict[str, Part]
@@ -164,6 +175,16 @@ class BlockPrecision(Precision):
     @property
     def outside(self) -> "BlockPrecision":
         return self
+
+    @property
+    def wanted(self) -> Wanted:
+        """All rows with respect to the parameters that have a part."""
+        return Wanted(names=None if self.covers_all else frozenset(self.parts), features=True)
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether every parameter has a part."""
+        return len(self.parts) == len(self.layout.names)
 
     def scaled(self, factor: float) -> "BlockPrecision":
         return replace(
@@ -200,18 +221,44 @@ class BlockPrecision(Precision):
     def covariance(self, jacobian: Jacobian) -> Tensor:
         n, K = jacobian.num_inputs, jacobian.num_rows
         result = jacobian.outputs.new_zeros(n, K, K)
-        for name, block in jacobian.blocks.items():
-            result += self.parts[name].covariance(block, self.prior_precision)
+        for part, block in self._uses(jacobian):
+            result += part.covariance(block, self.prior_precision)
+        found = self._of_features(jacobian)
+        if found is not None:
+            mix, inner = found
+            result += mix @ inner @ mix.T
         return result
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         result = jacobian.outputs.new_zeros(jacobian.num_inputs, jacobian.num_rows)
-        for name, block in jacobian.blocks.items():
-            result += self.parts[name].variance(block, self.prior_precision)
+        for part, block in self._uses(jacobian):
+            result += part.variance(block, self.prior_precision)
+        found = self._of_features(jacobian)
+        if found is not None:
+            mix, inner = found
+            result += ((mix @ inner) * mix).sum(2)
         return result
 
+    def _uses(self, jacobian: Jacobian) -> Iterator[tuple[Part, Block]]:
+        """Yield the parts with their blocks, without those of features."""
+        for name, part in self.parts.items():
+            block = jacobian.blocks.get(name)
+            if block is not None and not isinstance(block, FeatureBlock):
+                yield part, block
+
+    def _of_features(self, jacobian: Jacobian) -> tuple[Tensor, Tensor] | None:
+        """Return W (C, F) and the covariance of the features, (n, F, F); None if there are no rows of features."""
+        total, mix = None, None
+        for name, part in self.parts.items():
+            block = jacobian.blocks.get(name)
+            if isinstance(block, FeatureBlock):
+                mix, found = block.mix, part.covariance(block.inner, self.prior_precision)
+                total = found if total is None else total.add_(found)
+        return None if mix is None or total is None else (mix, total)
+
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
-        rows = self.whitened(jacobians)
+        jacobians = replace(jacobians, wanted=replace(self.wanted, features=False))
+        rows = self.whitened(jacobians) if self.covers_all else None
         return factored_joint_covariance(self.parts, self.prior_precision, jacobians) if rows is None else gram(rows)
 
     def whitened(self, jacobians: Jacobians) -> Vectors | None:
@@ -244,9 +291,13 @@ class BlockPrecision(Precision):
         return torch.cat([part.eigenvalues().double() for part in self.parts.values()])
 
     def sample(self, noise: Callable[[int], Tensor]) -> Tensor:
+        drawn = {}
+        for name, part in self.parts.items():
+            drawn[name] = part.sample(noise(self.layout.sizes[name]).to(part.eigenvalues()), self.prior_precision)
+        like = next(iter(drawn.values()))
         return torch.cat(
             [
-                self.parts[name].sample(noise(size).to(self.parts[name].eigenvalues()), self.prior_precision)
+                drawn[name] if name in drawn else like.new_zeros(len(like), size)
                 for name, size in self.layout.sizes.items()
             ],
             dim=1,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.projection import Projection
 
@@ -44,7 +45,8 @@ class _ReducedSums:
 def reduced_ggn(stream: CurvatureStream, projection: Projection, resumable: bool = False) -> Tensor:
     """Return Pᵀ GGN P = Σ_i (R_iᵀ J_i P)ᵀ (R_iᵀ J_i P), without the likelihood's scales, in one pass over the data.
 
-    Cost: K backward passes and K·p·s multiplications per input, and K·s² multiplications in float64; memory G·s².
+    Cost: K backward passes and K·p·s multiplications per input, or s Jacobian–vector products (2·s forward passes)
+    where that is less; and K·s² multiplications in float64. Memory: G·s².
 
     Args:
         stream: the training data.
@@ -66,7 +68,7 @@ def reduced_ggn_and_product(
     several scales.
 
     Cost: another K·p·s multiplications per input; memory p·s, and up to a quarter of it for rows that both products
-    share.
+    share. In forward mode, s backward passes per batch give Y.
     """
     product = stream.linearization.zero_vectors(projection.dim)
     return _accumulated(stream, projection, product, resumable).sums, product
@@ -78,5 +80,6 @@ def _accumulated(
     s, scales = projection.dim, stream.likelihood.curvature_scales
     zeros = torch.zeros(len(scales), s, s, dtype=torch.float64, device=stream.linearization.device)
     reduced = _ReducedSums(projection, scales, zeros, product)
-    stream.accumulate("reduced posterior", reduced, scaled=False, resumable=resumable)
+    wanted = Wanted(s, names=projection.support) if product is None else Wanted(s, transposed=True)
+    stream.accumulate("reduced posterior", reduced, scaled=False, resumable=resumable, wanted=wanted)
     return reduced

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sublaplace.data.batches import Batch, batches, join, num_inputs, select
+from sublaplace.curvature.directions import Roots, SampledRoots
+from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
 from sublaplace.data.loaders import one_shot
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.passes import Cotangents
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
-from sublaplace.runtime.distributed import ranks_of
+from sublaplace.runtime.distributed import placed, ranks_of
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
+_MOST_OF_ROOTS = 2**25  # numbers in the roots of the output Hessians that are held at once, n·K·C
 
 
 class JacobianSums(Sums, Protocol):
@@ -34,7 +37,26 @@ class _Portion:
 
     inputs: Any
     weights: Tensor | None  # of each target: (n, 1) or (n, C)
+    places: Tensor  # of the inputs in the data: (n,)
     num_batches: int = 1
+
+    def part(self, start: int, stop: int) -> "_Portion":
+        """Return some of the inputs."""
+        some = slice(start, stop)
+        weights = None if self.weights is None else self.weights[some]
+        return _Portion(select(self.inputs, some), weights, self.places[some], 0)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a pass over the data yields; see `CurvatureStream.accumulate`."""
+
+    every_input: bool = False
+    scaled: bool = True
+    row_by_row: bool = False
+    wanted: Wanted = ROWS
+    without_rows: bool = False
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,8 @@ class CurvatureStream:
         checkpoint: where interrupted passes are stored.
         fingerprint: the digest of the data, checked in every pass; None: not checked.
         num_vectors: how many vectors are multiplied by the Jacobians at once; None: as in the linearization's policy.
+        samples: m, how many sampled directions per input KFAC and the diagonal use (see `directions.py`); None: all.
+        seed: of the sampled directions.
     """
 
     linearization: Linearization
@@ -67,6 +91,8 @@ class CurvatureStream:
     checkpoint: Checkpoint | None = None
     fingerprint: str | None = None
     num_vectors: int | None = None
+    samples: int | None = None
+    seed: int = 0
 
     @property
     def scale(self) -> float:
@@ -81,7 +107,7 @@ class CurvatureStream:
             what: the label of the progress bar.
         """
         for portion in self._portions(what, 0):
-            yield from self._jacobians(portion, every_input=False, scaled=True, row_by_row=False)
+            yield from self._jacobians(portion, _Pass())
 
     def accumulate(
         self,
@@ -92,6 +118,9 @@ class CurvatureStream:
         row_by_row: bool = False,
         resumable: bool = True,
         over_ranks: bool = True,
+        wanted: Wanted = ROWS,
+        without_rows: bool = False,
+        sampled: bool = False,
     ) -> None:
         """Add the Jacobians of all inputs to `sums`, in one pass over the data.
 
@@ -104,6 +133,10 @@ class CurvatureStream:
             row_by_row: whether to add Jacobians with one row per input (see `Linearization.row_by_row`).
             resumable: whether to store the sums in the checkpoint.
             over_ranks: whether to add up the sums of all ranks of a process group.
+            wanted: what the sums ask of each Jacobian. Products with vectors use forward mode where it costs less;
+                no direction is dropped then.
+            without_rows: whether to yield Jacobians with K = 0, which hold outputs, weights and the inputs of calls.
+            sampled: whether the sums may use the stream's sampled directions.
 
         Raises:
             ValueError: if the loader yields other data than in the pass before.
@@ -116,8 +149,9 @@ class CurvatureStream:
             if numbers["complete"]:
                 return
             done = numbers["batches"]
+        kind = _Pass(every_input, scaled, row_by_row, wanted, without_rows, sampled)
         for portion in self._portions(what, done):
-            for jacobian in self._jacobians(portion, every_input, scaled, row_by_row):
+            for jacobian in self._jacobians(portion, kind):
                 sums.add(jacobian)
                 del jacobian  # frees its memory before the next one is computed
             done += portion.num_batches
@@ -145,93 +179,124 @@ class CurvatureStream:
         """
         seen = 0
         digest = Fingerprint()
-        for k, batch in enumerate(batches(tqdm(self.loader, desc=what, disable=not self.progress, leave=False))):
+        # Only sampled directions need places, for which every rank has to count the inputs of the others.
+        data = ((0, batch) for batch in self.loader) if self.samples is None else placed(self.loader)
+        bar = tqdm(data, desc=what, disable=not self.progress, leave=False)
+        for k, (place, batch) in enumerate(batches_at_places(bar)):
             seen += num_inputs(batch.inputs)
             if self.fingerprint is not None:
                 digest.add(tuple(batch))
             if k >= skip:
-                yield self._portion(batch)
+                yield self._portion(place, batch)
         seen = sum(ranks_of(self.loader).gather(seen))
         if self.num_data is not None and seen != self.num_data:
             raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
         if self.fingerprint not in (None, digest.text()):
             raise ValueError(other_order("It gave other batches when it was read again."))
 
-    def _portion(self, batch: Batch) -> _Portion:
+    def _portion(self, place: int, batch: Batch) -> _Portion:
         device = self.linearization.device
         weights = None if batch.weights is None else batch.weights.to(device)
-        return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights))
+        places = place + torch.arange(num_inputs(batch.inputs))
+        return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights), places)
 
-    def _jacobians(self, portion: _Portion, every_input: bool, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
+    def _jacobians(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
-        self.linearization.look_at(portion.inputs)
-        if self._keeps_all_directions or self._needs_all(portion.inputs):
-            return self._chunks(portion, scaled, row_by_row)
-        return self._grouped(portion, every_input, row_by_row)
+        inputs = portion.inputs
+        self.linearization.look_at(inputs)
+        if kind.without_rows or (kind.sampled and self.samples is not None):
+            return self._chunks(portion, kind)
+        counts, most = self._few_counts(inputs)
+        if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
+            return self._forward(portion, kind)
+        # Counting the directions of every input is wasted if the first ones need all of them, or if they cost nothing.
+        if self._keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
+            return self._chunks(portion, kind)
+        return self._grouped_pieces(portion, kind)
 
-    def _needs_all(self, inputs: Any) -> bool:
-        """Return whether the first inputs need all directions; counting directions per input is then wasted."""
-        cotangents = self.likelihood.hessian_root(self._outputs(select(inputs, slice(0, _SMALL_GROUP))))
-        return int(significant(cotangents, self.tolerance).min()) == cotangents.shape[1]
+    def _few_counts(self, inputs: Any) -> tuple[Tensor, int]:
+        """Return how many directions the first inputs need, (few,), and how many there are at most."""
+        outputs = self._outputs(select(inputs, slice(0, _SMALL_GROUP)))
+        few = outputs[: self._roots_at_once(outputs.shape[1])]
+        if self._keeps_all_directions or not len(few):
+            return torch.full((1,), outputs.shape[1]), outputs.shape[1]
+        roots = self.likelihood.hessian_root(few)
+        return significant(roots, self.tolerance), roots.shape[1]
 
-    def _chunks(self, portion: _Portion, scaled: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """Yield the Jacobians of a batch with all directions."""
-        step = self.linearization.chunk_size(portion.inputs, None, row_by_row, self.num_vectors)
+    @staticmethod
+    def _roots_at_once(num_outputs: int) -> int:
+        """Return for how many inputs the roots of the output Hessians may be formed at once."""
+        return _MOST_OF_ROOTS // num_outputs**2
+
+    def _forward(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield Jacobians whose products with vectors come from forward mode, with all directions."""
+        step = self.linearization.forward_chunk_size(portion.inputs, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
-            part = slice(start, start + step)
-            weights = None if portion.weights is None else portion.weights[part]
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            yield self.linearization.forward_jacobian(part.inputs, roots)
 
-            def root(outputs: Tensor, weights: Tensor | None = weights) -> Tensor:
-                return self._root(outputs, weights, scaled)
+    def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a batch with all directions, sampled ones or none."""
+        rows = 1 if kind.without_rows else self.samples if kind.sampled else None
+        step = self.linearization.chunk_size(portion.inputs, rows, kind.row_by_row, self.num_vectors, kind.wanted)
+        for start in range(0, num_inputs(portion.inputs), step):
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            directions: Cotangents = roots
+            if kind.without_rows:
+                directions = _no_rows
+            elif kind.sampled and self.samples is not None:
+                directions = SampledRoots(roots, self.samples, part.places, self.seed)
+            yield from self._weighted(part.inputs, directions, part.weights, kind)
 
-            yield from self._weighted(select(portion.inputs, part), root, weights, row_by_row)
-
-    def _weighted(
-        self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, row_by_row: bool
-    ) -> Iterator[Jacobian]:
-        """Yield the Jacobian of a chunk, whole or row by row, with the largest target weight of each input."""
-        of_inputs = None if weights is None else weights.amax(1)
-        if row_by_row:
-            for jacobian in self.linearization.row_by_row(inputs, cotangents):
-                yield replace(jacobian, weights=of_inputs)
+    def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobian of a chunk, whole or row by row, with its weights."""
+        if kind.row_by_row:
+            for jacobian in self.linearization.row_by_row(inputs, cotangents, kind.wanted):
+                yield replace(jacobian, target_weights=weights)
         else:
-            yield replace(self.linearization.jacobian(inputs, cotangents), weights=of_inputs)
+            yield replace(self.linearization.jacobian(inputs, cotangents, kind.wanted), target_weights=weights)
 
-    def _root(self, outputs: Tensor, weights: Tensor | None, scaled: bool = True) -> Tensor:
-        """Return the columns of R, as rows, times the square roots of scales and weights: (n, K, C)."""
-        rows = self.likelihood.hessian_root(outputs)
-        scales = self.likelihood.curvature_scales
-        if scaled and len(scales) > 1:
-            rows = rows * torch.tensor(scales, dtype=rows.dtype, device=rows.device).sqrt()[:, None]
-        return rows if weights is None else rows * weights.sqrt().to(rows.dtype)[:, None, :]
+    def _grouped_pieces(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a buffer, piece by piece if there are many outputs."""
+        outputs = self._outputs(portion.inputs)
+        step = max(1, self._roots_at_once(outputs.shape[1]))
+        for start in range(0, len(outputs), step):
+            stop = start + step
+            yield from self._grouped(portion.part(start, stop), outputs[start:stop], kind)
 
-    def _grouped(self, portion: _Portion, every_input: bool, row_by_row: bool) -> Iterator[Jacobian]:
-        """Yield the Jacobians of a buffer, with inputs sorted by their number of directions."""
+    def _grouped(self, portion: _Portion, outputs: Tensor, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield the Jacobians of a piece, with inputs sorted by their number of directions."""
         inputs, weights = portion.inputs, portion.weights
-        cotangents = self._root(self._outputs(inputs), weights)
+        cotangents = Roots(self.likelihood, weights)(outputs)
         if weights is not None and weights.shape[1] > 1:
             cotangents = longest_first(cotangents)  # ignored targets make some of them zero
         counts = significant(cotangents, self.tolerance)
         counts, order = counts.sort(stable=True)
-        start = 0 if every_input else int((counts == 0).sum())
+        start = 0 if kind.every_input else int((counts == 0).sum())
         while start < len(order):
             end_of_equal = int((counts <= counts[start]).sum())
             stop = min(len(order), max(end_of_equal, start + _SMALL_GROUP))
-            size = self.linearization.chunk_size(inputs, int(counts[stop - 1]), row_by_row, self.num_vectors)
+            most = int(counts[stop - 1])
+            size = self.linearization.chunk_size(inputs, most, kind.row_by_row, self.num_vectors, kind.wanted)
             stop = min(stop, start + size)
             rows = int(counts[stop - 1])
             chosen = order[start:stop]
             needed = torch.arange(rows, device=counts.device) < counts[start:stop, None]
             kept = cotangents[chosen, :rows] * needed[:, :, None]
-            yield from self._weighted(
-                select(inputs, chosen), kept, None if weights is None else weights[chosen], row_by_row
-            )
+            yield from self._weighted(select(inputs, chosen), kept, None if weights is None else weights[chosen], kind)
             start = stop
 
     def _outputs(self, inputs: Any) -> Tensor:
         n = num_inputs(inputs)
         step = max(64, self.linearization.chunk_size(inputs, 1, num_vectors=self.num_vectors))
         return torch.cat([self.linearization.outputs(select(inputs, slice(i, i + step))) for i in range(0, n, step)])
+
+
+def _no_rows(outputs: Tensor) -> Tensor:
+    """Return no directions at all: (n, 0, C)."""
+    return outputs.new_zeros(len(outputs), 0, outputs.shape[1])
 
 
 def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:
@@ -253,7 +318,8 @@ def _joined(portions: list[_Portion]) -> _Portion:
     if given:
         once = [given[0].new_ones(num_inputs(p.inputs), given[0].shape[1]) for p in portions]
         weights = torch.cat([o if p.weights is None else p.weights for o, p in zip(once, portions, strict=True)])
-    return _Portion(join([portion.inputs for portion in portions]), weights, len(portions))
+    places = torch.cat([portion.places for portion in portions])
+    return _Portion(join([portion.inputs for portion in portions]), weights, places, len(portions))
 
 
 def _same_form(one: Any, other: Any) -> bool:

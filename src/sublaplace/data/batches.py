@@ -22,13 +22,19 @@ def batches(loader: Iterable[Any]) -> Iterator[Batch]:
     Raises:
         ValueError: if a batch does not hold one target per input.
     """
-    for batch in loader:
+    for _, batch in batches_at_places((0, batch) for batch in loader):
+        yield batch
+
+
+def batches_at_places(placed: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Batch]]:
+    """Yield what `batches` yields, each with its place in the data."""
+    for place, batch in placed:
         parts = split_batch(batch)
         count = num_inputs(parts.inputs)
         if len(parts.targets) != count:
             raise ValueError(f"{len(parts.targets)} targets were given for {count} inputs.")
         if count:
-            yield parts
+            yield place, parts
 
 
 def split_batch(batch: Any) -> Batch:

@@ -29,7 +29,7 @@ def evaluated(
             if weights is not None:
                 raise ValueError("evaluate counts every input once; give pairs (inputs, targets) without weights.")
             start = 0
-            for jacobian in linearization.chunks(linearization.to_device(inputs)):
+            for jacobian in linearization.chunks(linearization.to_device(inputs), wanted=posterior.wanted):
                 found = targets[start : start + jacobian.num_inputs].to(linearization.device)
                 start += jacobian.num_inputs
                 likelihood.check_targets(jacobian.outputs, found)

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from sublaplace.curvature.cache import Curvatures
+from sublaplace.curvature.directions import Roots, SampledRoots, random_signs
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data.batches import Batch, num_inputs, select
 from sublaplace.data.loaders import probed
@@ -47,6 +49,11 @@ from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_o
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import default_budget, peak_bytes
 from sublaplace.runtime.warning import warn
+
+_TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
+
+SKETCHED_ROWS = 10
+"""Fewest random combinations of the outputs per input of X′, where there are many outputs."""
 
 
 def fit(
@@ -147,9 +154,10 @@ class _Run:
             with self._stage("layers' units"):
                 context = self._in_layer_units(context, look, chosen)
         if options.given_prior is None:
-            how = "the evidence of KFAC"
+            last = self._last_layer()
+            how = "the evidence of the last layer's KFAC" if last else "the evidence of KFAC"
             with self._stage("prior precision"):
-                prior = prior_by_evidence(context.curvatures, look.survey)
+                prior = prior_by_evidence(context.curvatures, look.survey, last)
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
         posterior = self._weighted(posterior, context, held_back, look, chosen)
@@ -161,12 +169,27 @@ class _Run:
         share = None
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
             share = float(certificate.captured(self._jacobians(judged))[-1])
-        ratios = self._kfac_trace_ratios(context)
+        with self._stage("KFAC's traces"):
+            ratios = self._kfac_trace_ratios(context)
         units = self.linearization.units
-        note = self._dim_note(posterior)
+        directions = self._described_directions(context)
         return Fitted(
-            self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units, how, note
+            *(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units),
+            directions,
+            how,
+            self._dim_note(posterior),
         )
+
+    @staticmethod
+    def _described_directions(context: ProjectorContext) -> str:
+        """Return which output directions were sampled, for people."""
+        samples, sketched = context.stream.samples, context.subspace_jacobians.directions
+        said = []
+        if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
+            said.append(f"{samples} sampled per input for the curvature of all parameters")
+        if sketched is not None:
+            said.append(f"{sketched.shape[1]} random combinations of the outputs per subspace input")
+        return "; ".join(said)
 
     # The data ---------------------------------------------------------------------------------------------------------
 
@@ -239,11 +262,14 @@ class _Run:
     def _context(self, look: _Look, chosen: Any) -> ProjectorContext:
         options, linearization = self.options, self.linearization
         tolerance = options.resources.tolerance(linearization.dtype)
-        stream = steps.curvature_stream(self.loader, linearization, look.survey, tolerance, self.progress)
+        samples = options.resources.samples(look.survey.num_outputs)
+        stream = steps.curvature_stream(
+            self.loader, linearization, look.survey, tolerance, self.progress, samples, options.seed
+        )
         stream = replace(stream, checkpoint=self.checkpoint, fingerprint=look.fingerprint)
         return ProjectorContext(
             curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs),
-            subspace_jacobians=self._jacobians(chosen),
+            subspace_jacobians=self._sketched(chosen, look.survey.num_outputs),
             dim=self._dim(),
             prior_precision=options.given_prior or 1.0,
             seed=options.seed,
@@ -254,7 +280,8 @@ class _Run:
         units = layer_units(context.curvatures, look.survey)
         self.linearization = self.linearization.with_units(units)
         curvatures = context.curvatures.in_units(self.linearization, units)
-        return replace(context, curvatures=curvatures, subspace_jacobians=self._jacobians(chosen))
+        sketched = self._sketched(chosen, look.survey.num_outputs)
+        return replace(context, curvatures=curvatures, subspace_jacobians=sketched)
 
     def _dim(self) -> int:
         """Return the dimension that P is built with."""
@@ -285,6 +312,19 @@ class _Run:
         varied = None if inputs is None else self.options.subspace_inputs.varied(inputs, self.options.seed)
         return Jacobians(self.linearization, varied, self.progress)
 
+    def _sketched(self, inputs: Any, num_outputs: int) -> Jacobians:
+        """Return J of X′, with a few random combinations of the outputs as rows if there are many outputs."""
+        jacobians, options = self._jacobians(inputs), self.options
+        exact = options.projector is None or options.projector.needs_exact
+        if inputs is None or exact or options.resources.samples(num_outputs) is None:
+            return jacobians
+        n = num_inputs(inputs)
+        rows = max(SKETCHED_ROWS, ceil(4 * options.largest_dim / n))
+        if 2 * rows >= num_outputs:
+            return jacobians
+        signs = random_signs(options.seed, torch.arange(n), rows, num_outputs)
+        return replace(jacobians, directions=signs.to(self.linearization.device))
+
     # The posterior ----------------------------------------------------------------------------------------------------
 
     def _posterior(self, context: ProjectorContext, held_back: Any) -> tuple[Posterior, Certificate | None]:
@@ -292,6 +332,10 @@ class _Run:
         if projector is not None and not projector.reduces:
             with self._stage("full posterior"):
                 return context.exact(), None
+        last = self._last_layer()
+        if sum(self.linearization.layout.sizes[name] for name in last) > steps.LARGEST_EXACT_LAST_LAYER:
+            with self._stage("last layer"):
+                return context.curvatures.last_layer(last, context.prior_precision), None
         outside = None
         if options.outside is not None:
             with self._stage("complement"):
@@ -320,6 +364,14 @@ class _Run:
             dim = steps.smallest_dim(options.dim.share, certificate, self._jacobians(held_back))
             posterior, certificate = posterior.truncated(dim), certificate.of_leading(dim)
         return posterior, certificate
+
+    def _last_layer(self) -> tuple[str, ...]:
+        """Return the parameters of the last layer, if the posterior covers them alone and needs no backward pass."""
+        options, linearization = self.options, self.linearization
+        alone = options.projector is not None and options.projector.last_layer and options.outside is None
+        if not alone or self.certify or not linearization.ends_linear():
+            return ()
+        return tuple(sorted(linearization.last_linear(), key=linearization.layout.names.index))
 
     def _weighted(
         self, posterior: Posterior, context: ProjectorContext, held_back: Any, look: _Look, chosen: Any
@@ -354,12 +406,17 @@ class _Run:
         return prior_by_leave_one_out(data, variances, at_end=not self.validated)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
-        """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used."""
+        """Return how far KFAC's traces are from the exact ones on a few of X′; none where KFAC was not used.
+
+        Both traces are linear in H, so two sampled directions per input are enough.
+        """
         inputs = context.subspace_jacobians.inputs
         if not context.curvatures.has("kfac") or inputs is None:
             return {}
         few, likelihood = select(inputs, slice(0, count)), context.stream.likelihood
-        return trace_ratios(self.linearization.chunks(few, likelihood.hessian_root))
+        places = torch.arange(num_inputs(few))
+        roots = SampledRoots(Roots(likelihood, None), _TRACE_DIRECTIONS, places, self.options.seed)
+        return trace_ratios(self.linearization.chunks(few, roots(self.linearization.outputs(few))))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

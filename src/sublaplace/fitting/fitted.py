@@ -32,6 +32,7 @@ class Fitted:
     kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
     captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
     units: dict[str, float] | None = None  # of the parameters, with one λ per layer
+    directions: str = ""  # which output directions the curvature and X′ used, for people; empty: all
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
     dim_note: str = ""  # why s is smaller than the dimension asked for, for people
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sublaplace.data.batches import Batch
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.model.linalg import cholesky
 from sublaplace.projection import Projection
@@ -86,7 +87,7 @@ class LinearisedData:
         outside = bool(rest.square() > 100 * eps * squared)  # otherwise θ̂ lies in the subspace, up to rounding
         vectors = layout.unflatten(theta[None].to(linearization.dtype))
         outputs, rows = [], []
-        for jacobian in linearization.chunks(data.inputs):
+        for jacobian in linearization.chunks(data.inputs, wanted=Wanted(products=projection.dim + 1)):
             reduced = projection.apply(jacobian).double().mT
             reduced = torch.linalg.solve_triangular(factor, reduced, upper=False).mT
             outputs.append(jacobian.outputs.double())

@@ -42,7 +42,11 @@ def summary_text(title: str, fitted: Fitted) -> str:
         least, most = (f(ratios, key=ratios.__getitem__) for f in (min, max))
         ends = f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most})"
         lines.append(_line("KFAC trace / exact", f"{ends}, on a few inputs"))
+    if fitted.directions:
+        lines.append(_line("directions", fitted.directions))
     lines.append(_line("backward passes", f"{linearization.passes:,} through one input"))
+    if linearization.forward_passes:
+        lines.append(_line("forward mode", f"{linearization.forward_passes:,} products through one input"))
     for name, why in linearization.unusual_parameters().items():
         lines.append(_line("general path", f"{name}: {why}"))
     for name, stage in fitted.stages.items():
@@ -65,7 +69,8 @@ def _structure(posterior: Posterior, dim_note: str) -> list[str]:
     if posterior.outside is not None:
         kinds = Counter(type(part).__name__.removesuffix("Part").lower() for part in posterior.outside.parts.values())
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        lines.append(_line("blocks outside", f"{counted} (one per parameter)"))
+        title = "blocks outside" if posterior.outside.covers_all else "last layer alone"
+        lines.append(_line(title, f"{counted} (one per parameter)"))
         if posterior.outside.weight != 1.0:
             lines.append(_line("their weight", f"{posterior.outside.weight:g}"))
     return [*lines, _line("memory held", readable(size))]

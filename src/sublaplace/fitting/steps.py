@@ -26,10 +26,29 @@ from sublaplace.runtime.warning import warn
 
 
 def curvature_stream(
-    loader: Iterable[Any], linearization: Linearization, survey: Survey, tolerance: float, progress: bool = False
+    loader: Iterable[Any],
+    linearization: Linearization,
+    survey: Survey,
+    tolerance: float,
+    progress: bool = False,
+    samples: int | None = None,
+    seed: int = 0,
 ) -> CurvatureStream:
     """Return the training data as rows of the GGN's root, for passes over them; see `CurvatureStream`."""
-    return CurvatureStream(linearization, loader, survey.likelihood, tolerance, progress, num_data=survey.num_data)
+    return CurvatureStream(
+        linearization,
+        loader,
+        survey.likelihood,
+        tolerance,
+        progress,
+        num_data=survey.num_data,
+        samples=samples,
+        seed=seed,
+    )
+
+
+LARGEST_EXACT_LAST_LAYER = 5000
+"""Parameters of a last layer up to which its posterior is exact; larger ones have Kronecker factors."""
 
 
 def require_room_for_projection(linearization: Linearization, dim: int, matrices: int) -> None:
@@ -77,7 +96,18 @@ def built_projection(projector: Projector, context: ProjectorContext) -> Project
 def subspace_posterior(
     stream: CurvatureStream, projection: Projection, prior_precision: float, resumable: bool = False
 ) -> SubspacePosterior:
-    """Return the exact posterior in the subspace: one pass over the data, see `reduced_ggn`."""
+    """Return the exact posterior in the subspace: one pass over the data, see `reduced_ggn`.
+
+    Raises:
+        MemoryError: if the s × s matrices do not fit.
+    """
+    s = projection.dim
+    require(
+        (2 + len(stream.likelihood.curvature_scales)) * 8 * s**2,
+        stream.linearization.device,
+        f"A posterior in {s:,} dimensions",
+        "Choose a smaller dim, or a projector that needs fewer dimensions.",
+    )
     curvatures = reduced_ggn(stream, projection, resumable)
     scales = stream.likelihood.curvature_scales
     return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior_precision)

@@ -26,9 +26,16 @@ def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Ev
     return Evidence(survey.log_likelihood, posterior.occam(), squared_norm, fixed)
 
 
-def prior_by_evidence(curvatures: Curvatures, survey: Survey) -> float:
-    """Return the λ of the largest evidence of the KFAC approximation, before P is built, as in the paper."""
+def prior_by_evidence(curvatures: Curvatures, survey: Survey, last_layer: tuple[str, ...] = ()) -> float:
+    """Return the λ of the largest evidence of the KFAC approximation, before P is built, as in the paper.
+
+    last_layer: the parameters of the last layer, if the posterior is one of this layer alone; so is the evidence then.
+    """
     linearization = curvatures.stream.linearization
+    if last_layer:
+        theta = linearization.layout.unflatten(linearization.flat_parameters()[None])
+        squared_norm = sum(float(theta[name].double().square().sum()) for name in last_layer)
+        return evidence_of(curvatures.last_layer(last_layer, 1.0), survey, squared_norm).best_prior(survey.noise_std)
     return evidence_of(curvatures.kfac(1.0), survey, linearization.squared_norm()).best_prior(survey.noise_std)
 
 

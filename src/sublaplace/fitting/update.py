@@ -6,16 +6,19 @@ from typing import Any
 
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.curvature.last_layer import last_layer_ggn
 from sublaplace.curvature.matrix_free import FullCovariance, MatrixFreePrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
 from sublaplace.curvature.stream import CurvatureStream
+from sublaplace.data.batches import batches
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.linalg import Vectors
+from sublaplace.options import Resources
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -23,9 +26,11 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 
 
 def updated(
-    fitted: Fitted, outside_kind: str, direction_tolerance: float, loader: Iterable[Any], progress: bool
+    fitted: Fitted, outside_kind: str, resources: Resources, seed: int, loader: Iterable[Any], progress: bool
 ) -> Fitted:
     """Return what a fit on both data sets with the same P, λ and weight gives, by one pass over `loader`.
+
+    With sampled directions, those of the new data are drawn as if their places began at 0.
 
     Raises:
         ValueError: for a posterior over all parameters without a subspace or complement.
@@ -43,7 +48,8 @@ def updated(
                 "A σ for each output that is estimated again cannot be put into the curvature outside of the subspace; "
                 "fit again on all data, or give σ, as in Gaussian((0.1, 0.2))."
             )
-        stream = steps.curvature_stream(loader, linearization, added, direction_tolerance, progress)
+        tolerance, samples = resources.tolerance(linearization.dtype), resources.samples(survey.num_outputs)
+        stream = steps.curvature_stream(loader, linearization, added, tolerance, progress, samples, seed)
         outside = None if outside is None else _more_outside(outside, stream, outside_kind)
         if subspace is None:
             assert outside is not None
@@ -73,6 +79,9 @@ def updated(
 
 def _more_outside(outside: BlockPrecision, stream: CurvatureStream, kind: str) -> BlockPrecision:
     """Return the approximate curvature of both data sets, in units of the likelihood's scale."""
+    if not outside.covers_all:
+        names, C = tuple(outside.parts), stream.linearization.num_outputs(next(batches(stream.loader)).inputs)
+        return outside.joined(last_layer_ggn(stream, names, C, outside.prior_precision))
     made = diagonal_ggn if kind == "diagonal" else kronecker_ggn
     return outside.joined(made(stream, outside.prior_precision))
 
@@ -103,5 +112,7 @@ def full_covariance_of(
     """Return the full Laplace approximation's covariance of a few inputs, with KFAC as the preconditioner."""
     stream = steps.curvature_stream(loader, linearization, survey, tolerance=0.0, progress=progress)
     with linearization.borrowed():
-        preconditioner = posterior.outside or kronecker_ggn(stream, posterior.prior_precision)
+        preconditioner = posterior.outside
+        if preconditioner is None or not preconditioner.covers_all:
+            preconditioner = kronecker_ggn(stream, posterior.prior_precision)
         return MatrixFreePrecision(stream, preconditioner, tolerance).full_covariance(jacobians)

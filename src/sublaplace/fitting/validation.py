@@ -18,6 +18,7 @@ from sublaplace.data.batches import batches, num_inputs, select
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
 from sublaplace.posteriors.sweep import sweep_of
@@ -133,7 +134,8 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     with linearization.borrowed():
         for inputs, targets, counts in _counted_batches(likelihood, loader, progress):
             first = 0
-            for jacobian in _few_at_once(linearization, inputs, sweep.numbers_per_row * fitted.survey.num_outputs):
+            numbers = sweep.numbers_per_row * fitted.survey.num_outputs
+            for jacobian in _few_at_once(linearization, inputs, numbers, sweep.wanted):
                 part = slice(first, first + jacobian.num_inputs)
                 first = part.stop
                 found = targets[part].to(linearization.device)
@@ -149,11 +151,14 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     )
 
 
-def _few_at_once(linearization: Linearization, inputs: Any, numbers_per_input: int) -> Iterator[Jacobian]:
+def _few_at_once(
+    linearization: Linearization, inputs: Any, numbers_per_input: int, wanted: Wanted
+) -> Iterator[Jacobian]:
     """Yield Jacobians of so few inputs that what a sweep keeps of them fits into a quarter of the memory budget."""
     step = max(1, linearization.memory_budget // 4 // (8 * max(1, numbers_per_input)))
     for start in range(0, num_inputs(inputs), step):
-        yield from linearization.chunks(linearization.to_device(select(inputs, slice(start, start + step))))
+        part = linearization.to_device(select(inputs, slice(start, start + step)))
+        yield from linearization.chunks(part, wanted=wanted)
 
 
 def check_first_batch(loader: Iterable[Any], linearization: Linearization, likelihood: Likelihood) -> None:

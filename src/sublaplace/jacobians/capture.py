@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from sublaplace.jacobians.rules import RULES, BlockBuilder, Use
+from sublaplace.jacobians.wanted import ROWS, Wanted
 
 
 @dataclass
@@ -26,11 +27,13 @@ class Call:
     function: str
     names: tuple[str, ...]
     source: Tensor
+    origin: Tensor | None  # the source in the autograd graph, if it is part of it
     output_shape: torch.Size
     output: Tensor | None
     edge: GradientEdge | None
     builders: tuple[tuple[str, BlockBuilder], ...]
     input_elements: int  # entries of the input in a block; a convolution's patches repeat the input
+    multiplications: int
 
 
 _RELU = (F.relu, torch.relu, Tensor.relu)
@@ -81,6 +84,8 @@ class Capture(TorchFunctionMode):
         keep_outputs: whether to keep the outputs of the calls, for probing.
         channels_last: whether to run two-dimensional convolutions, and the operations after them, in this memory order.
             It halves the time of their backward passes on a CPU.
+        wanted: the parameters whose gradients will be asked for. Calls before the first of them stay out of the
+            autograd graph, so that backward passes end there.
     """
 
     parameters: Mapping[int, str]
@@ -88,6 +93,7 @@ class Capture(TorchFunctionMode):
     expand: frozenset[int] = frozenset()
     keep_outputs: bool = False
     channels_last: bool = False
+    wanted: Wanted = ROWS
     calls: list[Call] = field(default_factory=list)
     unusual: dict[str, str] = field(default_factory=dict)  # parameter → the function that used it
     last_linear: tuple[str, ...] = ()  # the parameters of the last linear call; empty if they are frozen
@@ -130,7 +136,8 @@ class Capture(TorchFunctionMode):
         if len(self.calls) in self.expand:
             whole = source if source.shape[0] == 1 else source.unsqueeze(0)
             source = whole.expand(self.num_inputs, *whole.shape[1:])
-        in_graph = source.requires_grad
+        names = tuple(self.parameters[id(p)] for p, _ in use.builders if id(p) in self.parameters)
+        in_graph = source.requires_grad or not self.wanted.includes(names)
 
         def wrap(parameter: Tensor) -> Tensor:
             # The output must be part of the graph to receive a gradient. The gradient of the parameter itself is never
@@ -146,8 +153,9 @@ class Capture(TorchFunctionMode):
         self.calls.append(
             Call(
                 function=function,
-                names=tuple(self.parameters[id(p)] for p, _ in use.builders if id(p) in self.parameters),
+                names=names,
                 source=source.detach(),
+                origin=source if source.requires_grad else None,
                 output_shape=output.shape,
                 output=output.detach().clone() if self.keep_outputs else None,
                 edge=get_gradient_edge(output) if output.requires_grad else None,
@@ -155,6 +163,7 @@ class Capture(TorchFunctionMode):
                     (self.parameters[id(p)], build) for p, build in use.builders if id(p) in self.parameters
                 ),
                 input_elements=_input_elements(use, source, output),
+                multiplications=use.fan_in * output.numel(),
             )
         )
         return output

@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 from sublaplace.jacobians.plan import Plan
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
 _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
+_TANGENTS_AT_ONCE = 5  # in forward mode; more leave the caches
+_INPUTS_OF_TANGENTS = 16  # per chunk in forward mode: every chunk reads all vectors
+_COPIES = 3  # of a tangent in activation functions and pooling
 _SHARE_OF_VECTORS = 4  # to reach that number, a chunk may use a quarter of the memory of P
 
 
@@ -31,7 +35,15 @@ class ChunkPolicy:
         """
         return self.memory_budget * 3 // 2 + min(_USEFUL_CHUNK, self.memory_budget)
 
-    def size(self, plan: Plan, layout: ParameterLayout, itemsize: int, rows: int, row_by_row: bool) -> int:
+    def size(
+        self,
+        plan: Plan,
+        layout: ParameterLayout,
+        itemsize: int,
+        rows: int,
+        row_by_row: bool,
+        wanted: Wanted = ROWS,
+    ) -> int:
         """Return how many inputs to process at once within the memory budget.
 
         Args:
@@ -40,15 +52,37 @@ class ChunkPolicy:
             itemsize: bytes per number.
             rows: Jacobian rows per input.
             row_by_row: whether only one row per input is formed at a time.
+            wanted: the parameters that count.
         """
-        general = rows * sum(layout.sizes[name] for name in plan.general)
+        names = [name for name in layout.names if wanted.includes((name,))]
+        general = rows * sum(layout.sizes[name] for name in plan.general if name in names)
+        sizes = plan.sizes(wanted)
         held = min(rows, 2) if row_by_row else rows  # row by row: the current row and the next row
-        largest = max(layout.sizes.values())
-        graph = 2 * plan.gradient_elements  # outputs of the calls and of the activation functions after them
-        elements = held * (plan.gradient_elements + 2 * largest) + graph + general + 2 * plan.input_elements
+        largest = max(layout.sizes[name] for name in names)
+        graph = 2 * sizes.activations  # outputs of the calls and of the activation functions after them
+        passing = 2 * max((call.outputs for call in plan.measured), default=0) // plan.measured_inputs
+        elements = held * (sizes.gradients + 2 * largest) + max(graph, passing) + general + 2 * sizes.inputs
         one = max(1, elements * itemsize)
         useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)
         if not row_by_row:
             vectors = self.num_vectors * layout.num_parameters * itemsize
             useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
+        return max(1, min(self.memory_budget, useful) // one)
+
+    def tangents_at_once(self, plan: Plan, itemsize: int) -> int:
+        """Return how many tangents share a pass in forward mode; fewer if those of one input exceed the budget."""
+        one = max(1, _COPIES * plan.sizes().activations * itemsize)
+        return max(1, min(_TANGENTS_AT_ONCE, self.memory_budget // one))
+
+    def forward_size(self, plan: Plan, itemsize: int, count: int) -> int:
+        """Return how many inputs to process at once in forward mode within the memory budget.
+
+        Args:
+            plan: the measured size of the network's activations.
+            itemsize: bytes per number.
+            count: how many vectors the Jacobian is multiplied by; a product of `count` numbers per output is held.
+        """
+        tangents = _COPIES * plan.sizes().activations * min(count, self.tangents_at_once(plan, itemsize))
+        one = max(1, (tangents + 4 * plan.num_outputs * count) * itemsize)
+        useful = max(_USEFUL_CHUNK, _INPUTS_OF_TANGENTS * one)
         return max(1, min(self.memory_budget, useful) // one)

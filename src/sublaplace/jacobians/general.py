@@ -42,7 +42,7 @@ def _vectorised_rows(
     inputs: Inputs,
     cotangents: Tensor,
 ) -> dict[str, Tensor]:
-    wrapped = _CallWith(model, forward)
+    wrapped = CallWith(model, forward)
 
     def projected(values: dict[str, Tensor], single: Inputs, directions: Tensor) -> Tensor:
         batch = tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, single)
@@ -55,7 +55,7 @@ def _vectorised_rows(
     return {name: value.flatten(2) for name, value in rows.items()}
 
 
-class _CallWith(nn.Module):
+class CallWith(nn.Module):
     """A module that calls the model through the user's forward function, as `functional_call` needs it."""
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
@@ -64,6 +64,7 @@ class _CallWith(nn.Module):
         self._forward = forward
 
     def forward(self, inputs: Inputs) -> Tensor:
+        """Return f(x)."""
         return self._forward(self.model, inputs)
 
 

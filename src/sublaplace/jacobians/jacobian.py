@@ -1,6 +1,6 @@
 """The factored Jacobian of a batch, and the Jacobians of many inputs in chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,8 +10,12 @@ from tqdm import tqdm
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
+from sublaplace.jacobians.features import FeatureBlock
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
+
+_UNIT_VECTORS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -21,19 +25,34 @@ class Jacobian:
     A parameter without a block has zero rows. Row (n, k) is the gradient of uᵀf(x_n), where u is the k-th cotangent of
     input n: an output, or a column of the root of the output Hessian. Memory: the factors of the blocks,
     n·K·(activations of the network), never n·K·p.
+
+    If only products with vectors are wanted, they may come from forward-mode differentiation (see `forward.py`). The
+    blocks are then computed only if they are asked for.
     """
 
     layout: ParameterLayout
-    blocks: dict[str, Block]
+    blocks: Mapping[str, Block]
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
-    weights: Tensor | None = None  # of the inputs, for sums over inputs rather than rows: (n,); None: 1
+    target_weights: Tensor | None = None  # how much each target counts, (n, 1) or (n, C); None: once
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
+    forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
+    transposed: Callable[[Tensor, Vectors], None] | None = None  # adds Jᵀ U by ordinary backward passes
 
     @property
     def num_inputs(self) -> int:
         """The number of inputs, n."""
         return len(self.outputs)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether rows come from those of fewer features."""
+        return any(isinstance(block, FeatureBlock) for block in self.blocks.values())
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The weights of the inputs, for sums over inputs rather than rows: (n,); None: 1."""
+        return None if self.target_weights is None else self.target_weights.amax(1)
 
     def require_finite(self, product: Tensor) -> Tensor:
         """Return `product`, which was computed from this Jacobian, if it is finite.
@@ -51,6 +70,8 @@ class Jacobian:
 
     def matmul(self, vectors: Vectors) -> Tensor:
         """Return J V for r vectors V: (n, K, r)."""
+        if self.forward is not None:
+            return self.require_finite(self.forward(vectors))
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
         for name, block in self.blocks.items():
@@ -59,6 +80,9 @@ class Jacobian:
 
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
         """Add Jᵀ U to `into`, for U of shape (n, K, r)."""
+        if self.transposed is not None:
+            self.transposed(weights, into)
+            return
         for name, block in self.blocks.items():
             block.add_transpose_matmul(weights, into[name])
 
@@ -68,7 +92,7 @@ class Jacobian:
         Otherwise every product would form the same rows again. Memory: at most n·K·p, so rows are only formed if that
         is at most a quarter of the memory of the vectors.
         """
-        if 4 * self.num_inputs * self.num_rows > count:
+        if self.forward is not None or 4 * self.num_inputs * self.num_rows > count:
             return self
         blocks = {
             name: RowBlock(block.rows()) if isinstance(block, OuterBlock) and not block.factors_first(count) else block
@@ -87,11 +111,23 @@ class Jacobian:
             parts: the indices of the columns by parameter, from `ParameterLayout.split_indices`.
             count: the number of columns.
         """
+        if self.forward is not None:
+            return torch.cat([self.matmul(some) for some in self._unit_vectors(parts, count)], dim=2)
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, count)
         for name, (places, indices) in parts.items():
             if name in self.blocks:
                 result[:, :, places] = self.blocks[name].columns(indices)
         return self.require_finite(result)
+
+    def _unit_vectors(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Iterator[Vectors]:
+        """Yield the unit vectors of the columns, a few at a time."""
+        for start in range(0, count, _UNIT_VECTORS_AT_ONCE):
+            size = min(_UNIT_VECTORS_AT_ONCE, count - start)
+            vectors = {name: self.outputs.new_zeros(size, self.layout.sizes[name]) for name in parts}
+            for name, (places, indices) in parts.items():
+                chosen = (places >= start) & (places < start + size)
+                vectors[name][places[chosen] - start, indices[chosen]] = 1
+            yield vectors
 
     def dense_rows(self) -> Tensor:
         """Return all rows, (n·K, p), for small networks."""
@@ -122,7 +158,7 @@ class Engine(Protocol):
     def memory_budget(self) -> int:
         """Bytes for temporary chunks."""
 
-    def chunks(self, inputs: Any) -> Iterator[Jacobian]:
+    def chunks(self, inputs: Any, cotangents: Tensor | None = None, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         """Yield the Jacobians of parts of a large batch, within the memory budget."""
 
     def num_outputs(self, inputs: Any) -> int:
@@ -134,26 +170,39 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Jacobians:
-    """An iterable over the Jacobians of a set of inputs, in chunks, with one row per output."""
+    """An iterable over the Jacobians of a set of inputs, in chunks.
+
+    Args:
+        linearization: the network.
+        inputs: the inputs.
+        progress: whether to show a bar.
+        wanted: what will be asked of the Jacobians.
+        directions: in the outputs, (n, k, C), one row each; None: one row per output.
+    """
 
     linearization: Engine
     inputs: Any
     progress: bool = False
+    wanted: Wanted = ROWS
+    directions: Tensor | None = None
 
     def __iter__(self) -> Iterator[Jacobian]:
         total = num_inputs(self.inputs)
         with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
-            for jacobian in self.linearization.chunks(self.inputs):
+            for jacobian in self.linearization.chunks(self.inputs, self.directions, self.wanted):
                 yield jacobian
                 bar.update(jacobian.num_inputs)
 
     def few(self, count: int) -> "Jacobians":
         """Return the Jacobians of the first `count` inputs."""
-        return replace(self, inputs=select(self.inputs, slice(0, count)))
+        directions = None if self.directions is None else self.directions[:count]
+        return replace(self, inputs=select(self.inputs, slice(0, count)), directions=directions)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, n·C."""
+        """The number of rows, n·C or n·k."""
+        if self.directions is not None:
+            return self.directions.shape[0] * self.directions.shape[1]
         return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
 
     @property

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
+from sublaplace.jacobians.costs import cost_by_rows, cost_forward
+from sublaplace.jacobians.forward import Directions, LazyBlocks, forward_mode_works, forward_products
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Forward, Network
 from sublaplace.jacobians.passes import Cotangents, ForwardPass
 from sublaplace.jacobians.plan import Plan, Signature, described, signature
 from sublaplace.jacobians.probing import probed
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.calling import call_model
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
@@ -55,6 +58,7 @@ class Linearization:
         self.scratch_folder = scratch_folder
         self.units = units
         self.passes = 0  # number of backward passes so far, counted per input
+        self.forward_passes = 0  # number of Jacobian–vector products so far, counted per input
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
@@ -111,23 +115,45 @@ class Linearization:
         with self.borrowed(), torch.no_grad():
             return self.network.watched(self.to_device(inputs))[1]
 
-    def jacobian(self, inputs: Any, cotangents: Cotangents | None = None) -> Jacobian:
+    def jacobian(self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS) -> Jacobian:
         """Return the Jacobian of a batch.
 
         Args:
             inputs: the batch.
             cotangents: (n, K, C), the directions of the rows; None: one row per output. A function from the outputs to
                 the cotangents saves a forward pass.
+            wanted: the parameters that count; backward passes end at the first call that uses one of them.
         """
-        run = self._forward_pass(inputs, cotangents)
+        if cotangents is None and self.uses_features(inputs, wanted):
+            found = self._by_features(inputs, wanted)
+            if found is not None:
+                return self._in_units(found)
+        run = self._forward_pass(inputs, cotangents, wanted)
         return self._in_units(run.jacobian(range(run.num_rows)))
 
-    def row_by_row(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
+    def uses_features(self, inputs: Any, wanted: Wanted) -> bool:
+        """Return whether the rows of all outputs come from half as many features, or fewer."""
+        plan = self._plan(inputs)
+        few = plan.num_features is not None and 2 * plan.num_features <= plan.num_outputs
+        return wanted.features and few and not plan.general
+
+    def _by_features(self, inputs: Any, wanted: Wanted) -> Jacobian | None:
+        with self.borrowed():
+            plan, capture, outputs = self._captured(self.to_device(inputs), wanted)
+            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted)
+            if run is None:
+                return None
+            self.passes += run.num_passes
+            return run.jacobian()
+
+    def row_by_row(
+        self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS
+    ) -> Iterator[Jacobian]:
         """Yield K Jacobians with one row per input, which together hold the rows of `jacobian`.
 
         Sums over rows need only the memory of one row's gradients this way. If K = 0, yield one Jacobian without rows.
         """
-        run = self._forward_pass(inputs, cotangents)
+        run = self._forward_pass(inputs, cotangents, wanted)
         for k in range(max(1, run.num_rows)):
             yield self._in_units(run.jacobian(range(k, min(k + 1, run.num_rows))))
 
@@ -154,12 +180,82 @@ class Linearization:
         """Return ‖θ̂‖² in these units."""
         return float(self.flat_parameters().double().square().sum())
 
-    def chunks(self, inputs: Any, cotangents: Cotangents | None = None) -> Iterator[Jacobian]:
-        """Yield the Jacobians of parts of a large batch, within the memory budget; arguments as in `jacobian`."""
+    def chunks(self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
+        """Yield the Jacobians of parts of a large batch, within the memory budget.
+
+        Args:
+            inputs: the batch.
+            cotangents: as in `jacobian`, for the whole batch.
+            wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
+        """
         self.look_at(inputs)
-        step = self.chunk_size(inputs)
+        plan = self._plan(inputs)
+        rows = plan.num_outputs
+        if self.uses_features(inputs, wanted) and plan.num_features is not None:
+            rows = plan.num_features
+        given = cotangents.shape[1] if isinstance(cotangents, Tensor) else rows
+        forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
+        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, given, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):
-            yield self.jacobian(select(inputs, slice(start, start + step)), cotangents)
+            part = select(inputs, slice(start, start + step))
+            own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
+            yield self.forward_jacobian(part) if forward else self.jacobian(part, own, wanted)
+
+    # Forward mode -----------------------------------------------------------------------------------------------------
+
+    def prefers_forward(self, inputs: Any, rows: int, wanted: Wanted) -> bool:
+        """Return whether forward mode is possible and costs less than `rows` backward passes per input (see `costs`).
+
+        The first answer for a network that prefers forward mode compares both ways on three of the inputs.
+        """
+        plan = self._plan(inputs)
+        if wanted.products is None or plan.forward_mode is False:
+            return False
+        sizes = plan.sizes(wanted)
+        num_parameters = sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
+        if cost_forward(sizes, wanted) >= cost_by_rows(sizes, num_parameters, rows, wanted):
+            return False
+        if plan.forward_mode is None:
+            with self.borrowed():
+                few = select(inputs, torch.arange(3) % num_inputs(inputs))
+                plan.forward_mode = forward_mode_works(self.network, self.to_device(few))
+        return plan.forward_mode
+
+    def forward_chunk_size(self, inputs: Any, wanted: Wanted) -> int:
+        """Return how many inputs to process at once in forward mode, within the memory budget."""
+        return self.policy.forward_size(self._plan(inputs), self.dtype.itemsize, wanted.products or 1)
+
+    def forward_jacobian(self, inputs: Any, directions: Directions | None = None) -> Jacobian:
+        """Return a Jacobian whose products with vectors come from forward mode (see `forward_products`).
+
+        Args:
+            inputs: the batch.
+            directions: of the rows; None: one row per output.
+        """
+        inputs = self.to_device(inputs)
+        outputs = self.outputs(inputs)
+        at_once = self.policy.tangents_at_once(self._plan(inputs), self.dtype.itemsize)
+
+        def forward(vectors: Vectors) -> Tensor:
+            if self.units is not None:
+                vectors = {name: part * self.units[name] for name, part in vectors.items()}
+            with self.borrowed():
+                products = forward_products(self.network, inputs, vectors, at_once)
+            self.forward_passes += len(outputs) * products.shape[2]
+            return products if directions is None else directions.times(outputs, products)
+
+        def transposed(weights: Tensor, into: Vectors) -> None:
+            cotangents = weights.transpose(1, 2)
+            if directions is not None:
+                cotangents = directions.combined(outputs, cotangents)
+            with self.borrowed():
+                self.network.add_gradients(inputs, cotangents, into, self.units)
+            self.passes += len(outputs) * cotangents.shape[1]
+
+        blocks = LazyBlocks(lambda: self.jacobian(inputs, directions).blocks)
+        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=forward, transposed=transposed)
+
+    # Sizes ------------------------------------------------------------------------------------------------------------
 
     def look_at(self, inputs: Any) -> None:
         """Measure how much memory inputs of this shape need, by a forward pass with three of them."""
@@ -167,7 +263,12 @@ class Linearization:
             self._captured(self.to_device(select(inputs, slice(0, 3))))
 
     def chunk_size(
-        self, inputs: Any, rows: int | None = None, row_by_row: bool = False, num_vectors: int | None = None
+        self,
+        inputs: Any,
+        rows: int | None = None,
+        row_by_row: bool = False,
+        num_vectors: int | None = None,
+        wanted: Wanted = ROWS,
     ) -> int:
         """Return how many inputs to process at once within the memory budget.
 
@@ -178,14 +279,24 @@ class Linearization:
             rows: rows per input; None: one per output.
             row_by_row: whether only one row per input is formed at a time.
             num_vectors: how many vectors in parameter space are multiplied by the Jacobians; None: as in the policy.
+            wanted: the parameters that count.
         """
-        if self._current is None:
-            self.look_at(inputs)
-        plan = self._current
-        assert plan is not None
+        plan = self._plan(inputs)
         policy = self.policy if num_vectors is None else replace(self.policy, num_vectors=num_vectors)
         rows = plan.num_outputs if rows is None else rows
-        return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row)
+        return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row, wanted)
+
+    def _plan(self, inputs: Any) -> Plan:
+        """Return the plan of the last pass; if there was none, that of these inputs."""
+        if self._current is None:
+            self.look_at(inputs)
+        assert self._current is not None
+        return self._current
+
+    def needs_no_pass(self, wanted: Wanted) -> bool:
+        """Return whether the rows need no backward pass, because the wanted parameters are those of the last layer."""
+        plan = self._current
+        return plan is not None and wanted.names is not None and not plan.sizes(wanted).backward
 
     def num_outputs(self, inputs: Any) -> int:
         """Return the number of outputs, C."""
@@ -200,12 +311,17 @@ class Linearization:
         plan = next(iter(self._plans.values()), None)
         return plan.last_linear if plan else ()
 
-    def _captured(self, inputs: Any) -> tuple[Plan, Capture, Tensor]:
+    def ends_linear(self) -> bool:
+        """Return whether the output of the last linear call is the network's output, for all inputs so far."""
+        return bool(self._plans) and all(plan.ends_linear for plan in self._plans.values())
+
+    def _captured(self, inputs: Any, wanted: Wanted = ROWS) -> tuple[Plan, Capture, Tensor]:
         """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current
         for _ in range(3):
             with torch.enable_grad():
-                capture, outputs = self.network.watched(inputs, expand=plan.expand if plan else frozenset())
+                expand = plan.expand if plan else frozenset()
+                capture, outputs = self.network.watched(inputs, expand=expand, wanted=wanted)
             known = self._plans.get(signature(capture.calls))
             if known is None:
                 plan = probed(self.network, inputs, self._jacobian_of)
@@ -227,10 +343,10 @@ class Linearization:
         run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents)
         return run.jacobian(range(run.num_rows))
 
-    def _forward_pass(self, inputs: Any, cotangents: Cotangents | None) -> ForwardPass:
+    def _forward_pass(self, inputs: Any, cotangents: Cotangents | None, wanted: Wanted) -> ForwardPass:
         with self.borrowed():
             inputs = self.to_device(inputs)
-            plan, capture, outputs = self._captured(inputs)
-            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents)
-            self.passes += run.cotangents.shape[0] * run.cotangents.shape[1]
+            plan, capture, outputs = self._captured(inputs, wanted)
+            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted)
+            self.passes += run.num_passes
         return run

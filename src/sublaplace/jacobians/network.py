@@ -1,7 +1,7 @@
 """A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from sublaplace.data.batches import num_inputs, plain
 from sublaplace.jacobians.capture import Capture
 from sublaplace.model.borrowing import borrowed, full_precision
+from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -135,12 +136,27 @@ class Network:
         return "The network's outputs hold NaN or infinity, although no layer with parameters does."
 
     def plain_gradients(self, inputs: Any, u: Tensor) -> dict[str, Tensor]:
-        """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter.
+        """Return Jᵀu by one ordinary backward pass, for u (n, C): (size,) per parameter."""
+        into = {name: p.new_zeros(1, p.numel()) for name, p in self.parameters.items()}
+        self.add_gradients(inputs, u.unsqueeze(1), into)
+        return {name: part[0] for name, part in into.items()}
+
+    def add_gradients(
+        self, inputs: Any, cotangents: Tensor, into: Vectors, units: Mapping[str, float] | None = None
+    ) -> None:
+        """Add Jᵀu to `into` for r cotangents u, (n, r, C), by one ordinary backward pass each.
+
+        Args:
+            inputs: the batch.
+            cotangents: u.
+            into: (r, size) per parameter.
+            units: of the parameters; None: 1.
 
         Raises:
             ValueError: if the network cannot be differentiated.
         """
-        parameters = list(self.parameters.values())
+        names = list(into)
+        parameters = [self.parameters[name] for name in names]
         for p in parameters:
             p.requires_grad_()
         try:
@@ -152,16 +168,18 @@ class Network:
                     "torch.no_grad or torch.inference_mode, or it detaches its result. Remove that from the model, or "
                     "give a function without it as forward=…."
                 )
-            gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+            for k, u in enumerate(cotangents.unbind(1)):
+                more = k + 1 < cotangents.shape[1]
+                found = torch.autograd.grad(outputs, parameters, u, retain_graph=more, allow_unused=True)
+                for name, gradient in zip(names, found, strict=True):
+                    if gradient is not None:
+                        dense = gradient.to_dense().flatten()
+                        into[name][k].add_(dense, alpha=1.0 if units is None else units[name])
         except RuntimeError as error:
             raise ValueError(f"The network cannot be differentiated with respect to its parameters: {error}") from error
         finally:
             for p in parameters:
                 p.requires_grad_(False)
-        return {
-            name: torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten()
-            for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
-        }
 
 
 def _has_non_finite(inputs: Any) -> bool:

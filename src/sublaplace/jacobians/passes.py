@@ -1,18 +1,22 @@
 """Jacobian rows, by backward passes from one recorded forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from sublaplace.jacobians.blocks import Block, RowBlock, summed
+from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.general import general_rows
+from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Network
 from sublaplace.jacobians.plan import BatchAxis, Plan
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
@@ -21,13 +25,17 @@ Cotangents = Tensor | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A recorded forward pass, whose backward passes yield Jacobian rows, in order."""
+    """A recorded forward pass, whose backward passes yield Jacobian rows, in order.
+
+    The gradients at the outputs of a last linear layer are the cotangents themselves and need no backward pass.
+    """
 
     layout: ParameterLayout
     outputs: Tensor  # with their autograd graph
     cotangents: Tensor  # (n, K, C)
     calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, batch dimension first
     general: dict[str, Tensor]  # rows from the general path: (n, K, size)
+    every_output: bool  # whether there is one row per output, in their order
 
     @classmethod
     def of(
@@ -38,23 +46,58 @@ class ForwardPass:
         inputs: Any,
         outputs: Tensor,
         cotangents: Cotangents | None,
+        wanted: Wanted = ROWS,
     ) -> "ForwardPass":
         """Prepare the backward passes for `cotangents`; None: one per output."""
         n, C = outputs.shape
+        every_output = cotangents is None
         if cotangents is None:
             cotangents = torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
         elif not isinstance(cotangents, Tensor):
             cotangents = cotangents(outputs.detach())
-        chosen = {name: network.parameters[name] for name in plan.general}
+        cotangents = cotangents.to(outputs.dtype)
+        chosen = {name: network.parameters[name] for name in plan.general if wanted.includes((name,))}
         general = {}
         if chosen:
             general = general_rows(network.model, network.forward, chosen, inputs, cotangents, plan.general_batched)
-        calls = [
-            (call, axis, axis.in_front(call.source, n))
-            for call, axis in zip(capture.calls, plan.axes, strict=True)
-            if axis is not None and call.edge is not None and not set(call.names) <= set(plan.general)
-        ]
-        return cls(network.layout, outputs, cotangents.to(outputs.dtype), calls, general)
+        calls = _with_sources(zip(capture.calls, plan.axes, strict=True), plan, wanted, n)
+        return cls(network.layout, outputs, cotangents, calls, general, every_output)
+
+    def _is_last(self, call: Call) -> bool:
+        """Return whether the output of a call is the output of the network."""
+        return self.outputs.requires_grad and call.edge == get_gradient_edge(self.outputs)
+
+    @property
+    def num_passes(self) -> int:
+        """The number of backward passes, counted per input."""
+        if all(self._is_last(call) for call, _, _ in self.calls) and not self.general:
+            return 0
+        return len(self.outputs) * self.num_rows
+
+    @classmethod
+    def of_features(
+        cls, network: Network, plan: Plan, capture: Capture, outputs: Tensor, wanted: Wanted
+    ) -> "FeaturePass | None":
+        """Prepare F backward passes for the rows of all outputs; None if the network has no such form.
+
+        The last call must be a linear map with a weight among the parameters, and no parameter take the general path.
+        """
+        last = capture.calls[-1]
+        if plan.general or last.origin is None or last.edge != get_gradient_edge(outputs):
+            return None
+        weight = next((name for name in last.names if network.parameters[name].ndim == 2), None)
+        if weight is None or last.source.ndim != 2:
+            return None
+        n, features = last.source.shape
+        W = network.parameters[weight].detach()
+        W = W if W.shape == (outputs.shape[1], features) and last.function == "linear" else W.T
+        units = torch.eye(features, dtype=outputs.dtype, device=outputs.device).expand(n, features, features)
+        calls = _with_sources(zip(capture.calls[:-1], plan.axes[:-1], strict=True), plan, wanted, n)
+        body = cls(network.layout, last.origin, units, calls, {}, False)
+        axis = plan.axes[-1]
+        assert axis is not None
+        head = cls(network.layout, outputs, units[:, :0, :1], [(last, axis, axis.in_front(last.source, n))], {}, True)
+        return FeaturePass(body, head, W, wanted)
 
     @property
     def num_rows(self) -> int:
@@ -81,18 +124,78 @@ class ForwardPass:
                 for name, build in call.builders:
                     if name not in self.general:
                         found.setdefault(name, []).append(build(source, in_front))
-            return {name: summed(blocks) for name, blocks in found.items()}
+            return {name: self._joined(name, blocks, len(rows)) for name, blocks in found.items()}
+
+    def _joined(self, name: str, blocks: list[Block], num_rows: int) -> Block:
+        """Return one block for all uses of a parameter; the last layer has its own form if nothing else uses it."""
+        block = summed(blocks)
+        whole = self.every_output and num_rows == self.num_rows and len(blocks) == 1
+        last = any(self._is_last(call) and name in call.names for call, _, _ in self.calls)
+        if whole and last and isinstance(block, OuterBlock) and block.is_single:
+            return HeadBlock.of(block)
+        return block
 
     def _gradients(self, k: int) -> list[Tensor]:
         """Return the gradients at the outputs of the calls, for row k of every input; the last row frees the graph."""
-        edges = [call.edge for call, _, _ in self.calls if call.edge is not None]
-        if not edges or not self.outputs.requires_grad:
-            return [self.outputs.new_zeros(call.output_shape) for call, _, _ in self.calls]
-        with torch.inference_mode(False):
-            gradients = torch.autograd.grad(
-                self.outputs, edges, self.cotangents[:, k], retain_graph=k + 1 < self.num_rows, allow_unused=True
-            )
-        return [
-            self.outputs.new_zeros(call.output_shape) if gradient is None else gradient
-            for gradient, (call, _, _) in zip(gradients, self.calls, strict=True)
-        ]
+        edges = [call.edge for call, _, _ in self.calls if call.edge is not None and not self._is_last(call)]
+        found: Iterator[Tensor | None] = iter(())
+        if edges and self.outputs.requires_grad:
+            with torch.inference_mode(False):
+                found = iter(
+                    torch.autograd.grad(
+                        self.outputs,
+                        edges,
+                        self.cotangents[:, k],
+                        retain_graph=k + 1 < self.num_rows,
+                        allow_unused=True,
+                    )
+                )
+        gradients = []
+        for call, _, _ in self.calls:
+            gradient = self.cotangents[:, k] if self._is_last(call) else next(found, None)
+            gradients.append(self.outputs.new_zeros(call.output_shape) if gradient is None else gradient)
+        return gradients
+
+
+def _with_sources(
+    calls: Iterable[tuple[Call, BatchAxis | None]], plan: Plan, wanted: Wanted, n: int
+) -> list[tuple[Call, BatchAxis, Tensor]]:
+    """Return the calls whose gradients are wanted, each with its input, batch dimension first."""
+    return [
+        (call, axis, axis.in_front(call.source, n))
+        for call, axis in calls
+        if axis is not None
+        and call.edge is not None
+        and wanted.includes(call.names)
+        and not set(call.names) <= set(plan.general)
+    ]
+
+
+@dataclass(frozen=True)
+class FeaturePass:
+    """A recorded forward pass whose F features yield the rows of all C outputs."""
+
+    body: ForwardPass  # from the features
+    head: ForwardPass  # of the last layer alone
+    weight: Tensor  # W: (C, F)
+    wanted: Wanted
+
+    @property
+    def num_passes(self) -> int:
+        """The number of backward passes, counted per input."""
+        return self.body.num_passes
+
+    def jacobian(self) -> Jacobian:
+        """Run one backward pass per feature and return the Jacobian of all outputs."""
+        C = self.head.outputs.shape[1]
+        found: dict[str, list[Block]] = {
+            name: [FeatureBlock(block, self.weight)]
+            for name, block in self.body.jacobian(range(self.body.num_rows)).blocks.items()
+        }
+        ((call, _, source),) = self.head.calls
+        for name, build in call.builders:
+            block = build(source, ())
+            if self.wanted.includes((name,)) and isinstance(block, OuterBlock):
+                found.setdefault(name, []).append(HeadBlock.of(block))
+        blocks = {name: summed(found[name]) for name in self.body.layout.names if name in found}
+        return Jacobian(self.body.layout, blocks, self.head.outputs.detach(), C)

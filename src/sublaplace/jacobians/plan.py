@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.jacobians.capture import Call
+from sublaplace.jacobians.wanted import ROWS, Wanted
 
 Signature = tuple[tuple[str, tuple[str, ...]], ...]
 """The calls of a forward pass in order, each as (function, names of its parameters)."""
@@ -29,6 +30,27 @@ class BatchAxis:
         return tensor.unflatten(self.dim, (n, -1)).movedim(self.dim, 0)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The size of the work for one input, from the first call with a wanted parameter to the outputs."""
+
+    gradients: int  # entries of the outputs of the wanted calls: per direction
+    inputs: int  # entries of the inputs of the wanted calls
+    activations: int  # entries of the outputs of all these calls
+    forward: int  # multiplications of these calls
+    backward: int  # multiplications of a backward pass to the first of them
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The size of one call, summed over the inputs of a batch."""
+
+    names: tuple[str, ...]
+    outputs: int
+    inputs: int
+    multiplications: int
+
+
 @dataclass
 class Plan:
     """The result of probing one sequence of calls."""
@@ -39,14 +61,36 @@ class Plan:
     general: dict[str, str]  # parameter → why it needs the general path
     last_linear: tuple[str, ...]
     num_outputs: int  # C
+    ends_linear: bool = False  # whether the last linear call's output is the network's output
+    num_features: int | None = None  # F, of a last linear layer that uses its weight once
     general_batched: bool = True
-    gradient_elements: int = 0  # per input and direction
-    input_elements: int = 0  # per input
+    measured: tuple[CallSize, ...] = ()
+    measured_inputs: int = 1  # of the batch that was measured
+    forward_mode: bool | None = None  # whether forward-mode differentiation is right; None: not tried yet
 
     def measure(self, calls: list[Call], n: int) -> None:
-        """Record the memory that one input of this batch needs."""
-        self.gradient_elements = -(-sum(call.output_shape.numel() for call in calls) // n)
-        self.input_elements = -(-sum(call.input_elements for call in calls) // n)
+        """Record the sizes of a batch of n inputs."""
+        self.measured_inputs = n
+        self.measured = tuple(
+            CallSize(call.names, call.output_shape.numel(), call.input_elements, call.multiplications) for call in calls
+        )
+
+    def sizes(self, wanted: Wanted = ROWS) -> Sizes:
+        """Return the size of the work for one input."""
+        chosen = [wanted.includes(call.names) for call in self.measured]
+        first = chosen.index(True) if any(chosen) else len(chosen)
+        used, behind = [c for c, w in zip(self.measured, chosen, strict=True) if w], self.measured[first:]
+
+        def per_input(total: int) -> int:
+            return -(-total // self.measured_inputs)
+
+        return Sizes(
+            gradients=per_input(sum(call.outputs for call in used)),
+            inputs=per_input(sum(call.inputs for call in used)),
+            activations=per_input(sum(call.outputs for call in behind)),
+            forward=per_input(sum(call.multiplications for call in behind)),
+            backward=per_input(sum(call.multiplications for call in behind[1:])),
+        )
 
 
 def signature(calls: list[Call]) -> Signature:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
@@ -128,6 +129,10 @@ def _recorded_gradients(
     """Return Jᵀu for the sum u of rows (n, K, C), as the plan says: (size,) per parameter."""
     with torch.enable_grad():
         capture, outputs = network.watched(inputs, expand=plan.expand)
+    last = next((call for call in reversed(capture.calls) if set(call.names) == set(plan.last_linear)), None)
+    plan.ends_linear = last is not None and outputs.requires_grad and last.edge == get_gradient_edge(outputs)
+    if plan.ends_linear and last is not None and last.source.ndim == 2:
+        plan.num_features = last.source.shape[1]
     jacobian = jacobian_of(plan, capture, inputs, outputs, rows)
     weights = rows.new_ones(*rows.shape[:2], 1)
     found = {name: p.new_zeros(p.numel()) for name, p in network.parameters.items()}

@@ -30,6 +30,7 @@ class Use:
     replaced: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]  # runs the call: (source, wrap parameters)
     builders: tuple[tuple[Tensor, BlockBuilder], ...]
     kernel_points: int = 0  # of a convolution
+    fan_in: int = 1  # multiplications per entry of the output
 
 
 def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool = False) -> OuterBlock:
@@ -39,8 +40,7 @@ def _outer(inputs: Tensor, gradients: Gradients, outputs: int, transposed: bool 
 def _bias(source: Tensor, gradients: Gradients, outputs: int) -> OuterBlock:
     """Return the block of a bias, a map whose input is 1 at every position; `gradients` are K tensors (n, 1, O, T)."""
     n, positions = len(source), gradients[0].shape[3] if gradients else 1
-    ones = torch.ones(1, dtype=gradients[0].dtype if gradients else None, device=source.device)
-    use = OuterUse(ones.expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
+    use = OuterUse(source.new_ones(1).expand(n, 1, 1, positions), gradients, outputs, is_bias=True)
     return OuterBlock((use,), len(gradients))
 
 
@@ -82,6 +82,7 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         source,
         lambda x, wrap: F.linear(x, wrap(weight), None if bias is None else wrap(bias)),
         _known((weight, _linear_weight(weight, False)), (bias, _linear_bias(bias))),
+        fan_in=weight.shape[1],
     )
 
 
@@ -89,7 +90,8 @@ def _matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
     source, weight = args[:2]
     if kwargs or len(args) != 2 or not isinstance(weight, Tensor) or weight.ndim != 2 or source.ndim < 2:
         return None
-    return Use(source, lambda x, wrap: x @ wrap(weight), _known((weight, _linear_weight(weight, True))))
+    builders = _known((weight, _linear_weight(weight, True)))
+    return Use(source, lambda x, wrap: x @ wrap(weight), builders, fan_in=weight.shape[0])
 
 
 def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
@@ -102,6 +104,7 @@ def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         source,
         lambda x, wrap: torch.addmm(wrap(bias), x, wrap(weight)),
         _known((weight, _linear_weight(weight, True)), (bias, _linear_bias(bias))),
+        fan_in=weight.shape[0],
     )
 
 
@@ -183,6 +186,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> Callable[...,
             ),
             _known((weight, build_weight), (bias, build_bias)),
             kernel_points=weight.shape[2:].numel(),
+            fan_in=weight.shape[1:].numel(),
         )
 
     return rule

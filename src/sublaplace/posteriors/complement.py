@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import Vectors, cross_gram, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.posteriors.subspace import SubspacePosterior
@@ -69,6 +71,11 @@ class ComplementedPosterior:
     @property
     def prior_precision(self) -> float:
         return self.inside.prior_precision
+
+    @property
+    def wanted(self) -> Wanted:
+        """All rows of the Jacobian, if there are many outputs those of features."""
+        return Wanted(features=True)
 
     def with_prior(self, prior_precision: float) -> "ComplementedPosterior":
         return self._remixed(self.inside.with_prior(prior_precision), 1.0)
@@ -210,9 +217,34 @@ class ComplementedPosterior:
                 result[index] += scaled @ rows.transpose(1, 2)
         return result
 
+    @cached_property
+    def _measured(self) -> tuple[Vectors, Tensor]:
+        """V = Ψ_KΛQ, (s, size) per parameter, and G = (ΛQ)ᵀΨ_KΛQ, (s, s) in float64; memory p·s, kept."""
+        prior = self.prior_precision
+        vectors = {name: part.unwhiten(self.mixed[name], prior) for name, part in self.outside.parts.items()}
+        return vectors, gram(self.mixed)
+
+    def _by_differences(self, jacobian: Jacobian, solved: Tensor, whole: bool) -> Tensor:
+        """Return J_cΨ_KJ_cᵀ = JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ with M = JQA⁻¹, or its diagonal, in float64.
+
+        No row of an output is formed, so that many outputs cost as much as their features. Differences lose digits in
+        float32 where the subspace holds nearly all of a variance; negative ones become 0.
+        """
+        V, G = self._measured
+        measured = jacobian.matmul(V).double()
+        if whole:
+            cross = solved @ measured.transpose(1, 2)
+            outside = self.outside.covariance(jacobian).double()
+            return outside - cross - cross.transpose(1, 2) + solved @ G @ solved.transpose(1, 2)
+        outside = self.outside.variance(jacobian).double()
+        return (outside + ((solved @ G - 2 * measured) * solved).sum(2)).clamp_min(0)
+
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Return Σ̃ for each input: (n, K, K)."""
         whitened, solved = self._inside_rows(jacobian)
+        if jacobian.has_features:
+            total = whitened @ whitened.transpose(1, 2) + self._by_differences(jacobian, solved, whole=True)
+            return jacobian.require_finite(total.to(jacobian.outputs.dtype))
         result = (whitened @ whitened.transpose(1, 2)).to(jacobian.outputs.dtype)
         for name in self.mixed:
             rows = self._outside_rows(name, jacobian, solved)
@@ -222,6 +254,9 @@ class ComplementedPosterior:
     def variance(self, jacobian: Jacobian) -> Tensor:
         """Return the diagonal of `covariance`: (n, K)."""
         whitened, solved = self._inside_rows(jacobian)
+        if jacobian.has_features:
+            total = whitened.square().sum(2) + self._by_differences(jacobian, solved, whole=False)
+            return jacobian.require_finite(total.to(jacobian.outputs.dtype))
         result = whitened.square().sum(2).to(jacobian.outputs.dtype)
         for name in self.mixed:
             result += self._outside_rows(name, jacobian, solved).square().sum(2)

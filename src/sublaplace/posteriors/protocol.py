@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import Wanted
 
 if TYPE_CHECKING:
     from sublaplace.posteriors.subspace import SubspacePosterior
@@ -36,6 +37,10 @@ class Posterior(Protocol):
     @property
     def outside(self) -> BlockPrecision | None:
         """The approximation that holds outside of the exact dimensions, if any."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What `covariance` and `variance` ask of a Jacobian."""
 
     def with_prior(self, prior_precision: float) -> "Posterior":
         """Return the posterior under another λ."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sublaplace.curvature.precision import EigenvalueOccam
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import cholesky, symmetric_product
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.projection import Projection, projection_from
@@ -46,6 +47,11 @@ class SubspacePosterior:
     def outside(self) -> None:
         """Nothing is left outside."""
         return None
+
+    @property
+    def wanted(self) -> Wanted:
+        """Products of the Jacobian with P alone, with respect to the parameters that P moves."""
+        return Wanted(self.dim, names=self.projection.support)
 
     @property
     def unit(self) -> float:
@@ -135,7 +141,8 @@ class SubspacePosterior:
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         """Return Σ_P over all inputs together: (nK, nK)."""
-        return symmetric_product(torch.cat([self.whitened(jacobian).flatten(0, 1) for jacobian in jacobians]))
+        products = replace(jacobians, wanted=self.wanted)
+        return symmetric_product(torch.cat([self.whitened(jacobian).flatten(0, 1) for jacobian in products]))
 
     def traces(self, jacobian: Jacobian) -> Tensor:
         """Return Tr Σ_{P_s} for every leading s: (s,)."""

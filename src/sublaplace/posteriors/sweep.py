@@ -15,6 +15,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.operators import Part
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import cholesky, symmetric_product
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -37,6 +38,10 @@ class Sweep(Protocol):
     @property
     def numbers_per_row(self) -> int:
         """How many numbers are kept per row of a Jacobian while its points are evaluated."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the sweep asks of a Jacobian."""
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
@@ -93,9 +98,37 @@ class SubspaceSweep:
     def numbers_per_row(self) -> int:
         return len(self.values)
 
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.projection.dim, names=self.projection.support)
+
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
         return _weighted_products(rows, 1 / (self.values + taus[:, None]), whole)
+
+
+@dataclass(frozen=True)
+class LastLayerSweep:
+    """V(τ, w) of the last layer's Kronecker factors, point by point. Cost: C·(I + C) per input and point."""
+
+    posterior: BlockPrecision
+
+    @property
+    def numbers_per_row(self) -> int:
+        return 1
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.posterior.wanted
+
+    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+        unscaled = self.posterior.scaled(1 / self.posterior.scale)
+        points = [
+            unscaled.reweighted(weight).with_prior(tau)
+            for tau, weight in zip(taus.tolist(), weights.tolist(), strict=True)
+        ]
+        found = (point.covariance(jacobian) if whole else point.variance(jacobian) for point in points)
+        return torch.stack([each.double() for each in found])
 
 
 @dataclass(frozen=True)
@@ -122,6 +155,10 @@ class ExactSweep:
     @property
     def numbers_per_row(self) -> int:
         return sum(self.vectors.shape)
+
+    @property
+    def wanted(self) -> Wanted:
+        return ROWS
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
@@ -216,6 +253,10 @@ class ComplementSweep:
     def numbers_per_row(self) -> int:
         return len(self.eigenvalues) * (2 * len(self.values) + 1)
 
+    @property
+    def wanted(self) -> Wanted:
+        return ROWS
+
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""
         squares, products = self._sums(jacobian, whole)
@@ -292,7 +333,7 @@ def _sums_by_bin(eigenvalues: Tensor, places: Tensor, count: int) -> Tensor:
 _SWEEPS: dict[type, Callable[[Any], Sweep]] = {
     SubspacePosterior: SubspaceSweep.of,
     ComplementedPosterior: ComplementSweep.of_complement,
-    BlockPrecision: ComplementSweep.of_blocks,
+    BlockPrecision: lambda blocks: ComplementSweep.of_blocks(blocks) if blocks.covers_all else LastLayerSweep(blocks),
     DensePrecision: ExactSweep.of_dense,
     DualPrecision: ExactSweep.of_dual,
 }

@@ -89,6 +89,7 @@ class Projector:
         needs_exact: whether it uses the exact GGN; for callers that select projectors.
         own_dim: whether it determines its own dimension; `context.dim` is then p.
         reduces: whether there is a P; "full" has none.
+        last_layer: whether P covers the last linear layer, whose curvature needs no backward pass.
     """
 
     name: str | None
@@ -98,6 +99,7 @@ class Projector:
     needs_exact: bool = False
     own_dim: bool = False
     reduces: bool = True
+    last_layer: bool = False
 
     def __call__(self, context: ProjectorContext) -> Projection:
         """Return the projection for a context."""
@@ -164,7 +166,7 @@ for _entry in (
     Projector("subset-magnitude", _magnitude, needs_inputs=False, stores_matrix=False),
     Projector("subset-diagonal", _subset_diagonal, needs_inputs=False, stores_matrix=False),
     Projector("subset-swag", _swag, needs_inputs=False, stores_matrix=False),
-    Projector("last-layer", _last_layer, needs_inputs=False, stores_matrix=False, own_dim=True),
+    Projector("last-layer", _last_layer, needs_inputs=False, stores_matrix=False, own_dim=True, last_layer=True),
 ):
     assert _entry.name is not None
     PROJECTORS[_entry.name] = _entry

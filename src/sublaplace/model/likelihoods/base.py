@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.model.likelihoods.links import Covariance, Interval, standard_normal, symmetric_root
+from sublaplace.model.likelihoods.roots import MatrixRoot, Root
 from sublaplace.runtime.files import SavedFileError
 
 Noise = float | tuple[float, ...]
@@ -56,6 +57,29 @@ class Likelihood(ABC):
         """Return the columns of R as rows, (n, K, C), most important first, with H = Rᵀ diag(curvature_scales) R."""
 
     # To be replaced where the default does not suit -------------------------------------------------------------------
+
+    def root(self, outputs: Tensor) -> Root:
+        """Return a root of H that may differ from `hessian_root` by a rotation of its rows.
+
+        With several scales, row k belongs to scale k. A likelihood of many outputs can do without the matrix.
+        """
+        return MatrixRoot(self.hessian_root(outputs))
+
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        """Return Σ_n √w H √w, without a single scale: (C, C), or its diagonal (C,); float64.
+
+        Args:
+            outputs: (n, C).
+            weights: how much each target counts, (n, 1) or (n, C); None: once.
+            diagonal: whether to return the diagonal alone.
+        """
+        roots = self.hessian_root(outputs).double()
+        if len(self.curvature_scales) > 1:
+            roots = roots * torch.tensor(self.curvature_scales, device=roots.device).double().sqrt()[:, None]
+        if weights is not None:
+            roots = roots * weights.double().sqrt()[:, None, :]
+        flat = roots.flatten(0, 1)
+        return flat.square().sum(0) if diagonal else flat.T @ flat
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError where targets do not fit the outputs (n, C)."""

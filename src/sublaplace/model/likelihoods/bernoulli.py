@@ -16,6 +16,7 @@ from sublaplace.model.likelihoods.links import (
     probit_logits,
     sigmoid_interval,
 )
+from sublaplace.model.likelihoods.roots import DiagonalRoot
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,14 @@ class Bernoulli(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Return √(φ_c (1 − φ_c)) times the c-th unit vector, longest first: K = C."""
-        # φ(1 − φ) from the two sigmoids keeps its digits for confident outputs, where 1 − φ does not.
-        spread = outputs.double().sigmoid() * (-outputs.double()).sigmoid()
-        return longest_first(torch.diag_embed(spread.sqrt())).to(outputs.dtype)
+        return longest_first(torch.diag_embed(_spread(outputs).sqrt())).to(outputs.dtype)
+
+    def root(self, outputs: Tensor) -> DiagonalRoot:
+        return DiagonalRoot(_spread(outputs).sqrt().to(outputs.dtype))
+
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        spread = _spread(outputs) if weights is None else _spread(outputs) * weights
+        return spread.sum(0) if diagonal else spread.sum(0).diag()
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         single = targets.ndim == 1 and outputs.shape[1] == 1 and len(targets) == len(outputs)
@@ -117,6 +123,11 @@ class Bernoulli(Likelihood):
         found = F.logsigmoid(torch.where(targets == 1, logits, -logits))
         counted = self.counted(targets)
         return found if counted is None else found.where(counted, 0)
+
+
+def _spread(outputs: Tensor) -> Tensor:
+    """Return φ(1 − φ), from two sigmoids, which keep their digits for confident outputs: (n, C), in float64."""
+    return outputs.double().sigmoid() * (-outputs.double()).sigmoid()
 
 
 LIKELIHOODS["multi-label"] = Bernoulli  # another word for several yes/no outputs

@@ -18,6 +18,7 @@ from sublaplace.model.likelihoods.links import (
     probit_interval,
     variances_of,
 )
+from sublaplace.model.likelihoods.roots import SoftmaxRoot
 
 _EIGENVECTORS_UP_TO = 64  # classes
 
@@ -80,6 +81,17 @@ class Categorical(Likelihood):
             columns = torch.diag_embed(roots) - roots[:, :, None] * probabilities[:, None, :]
             columns = longest_first(columns)
         return columns.to(outputs.dtype)
+
+    def root(self, outputs: Tensor) -> SoftmaxRoot:
+        return SoftmaxRoot(outputs.double().softmax(1).to(outputs.dtype))
+
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        """Return Σ_n w (diag φ − φφᵀ). Cost: n·C², or n·C for the diagonal."""
+        probabilities = outputs.double().softmax(1)
+        weighted = probabilities if weights is None else probabilities * weights
+        if diagonal:
+            return (weighted * (1 - probabilities)).sum(0)
+        return weighted.sum(0).diag() - weighted.T @ probabilities
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point() or targets.ndim != 1:

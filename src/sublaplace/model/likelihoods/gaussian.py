@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.roots import DiagonalRoot
 from sublaplace.runtime.checks import checked_positive
 
 POOLED, PER_OUTPUT = "pooled", "per-output"
@@ -79,6 +80,16 @@ class Gaussian(Likelihood):
     def hessian_root(self, outputs: Tensor) -> Tensor:
         n, C = outputs.shape
         return torch.eye(C, dtype=outputs.dtype, device=outputs.device).expand(n, C, C)
+
+    def root(self, outputs: Tensor) -> DiagonalRoot:
+        return DiagonalRoot(torch.ones_like(outputs))
+
+    def hessian_sum(self, outputs: Tensor, weights: Tensor | None, diagonal: bool = False) -> Tensor:
+        ones = torch.ones_like(outputs, dtype=torch.float64)
+        total = (ones if weights is None else ones * weights).sum(0)
+        if len(self.curvature_scales) > 1:
+            total = total * total.new_tensor(self.curvature_scales)
+        return total if diagonal else total.diag()
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if not targets.is_floating_point():

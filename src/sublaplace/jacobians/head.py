@@ -1,0 +1,70 @@
+"""The Jacobian of the last linear layer, whose rows for single outputs need neither a backward pass nor storage."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sublaplace.jacobians.blocks import OuterBlock
+
+
+@dataclass(frozen=True)
+class HeadBlock:
+    """Rows e_c ⊗ a for a last linear layer f = W a + b and one row per output c; the bias has a = 1.
+
+    All n·C rows follow from n·I numbers. Shapes as in `blocks.py`, with K = C = O.
+    """
+
+    inputs: Tensor  # a: (n, I)
+    outputs: int  # C
+    transposed: bool = False  # whether the parameter is stored as (I, C)
+
+    @classmethod
+    def of(cls, block: OuterBlock) -> "HeadBlock":
+        """Return the block of a map that is applied once per input, from its inputs; gradients are not used."""
+        return cls(block.inputs[:, 0, :, 0], block.fan_out, block.transposed)
+
+    def outer(self) -> OuterBlock:
+        """Return the same rows with unit vectors as gradients. Memory: n·C²."""
+        n, C = len(self.inputs), self.outputs
+        units = torch.eye(C, dtype=self.inputs.dtype, device=self.inputs.device)
+        return OuterBlock.of(self.inputs[:, None, :, None], units.expand(n, C, C)[:, :, None, :, None], self.transposed)
+
+    @property
+    def size(self) -> int:
+        return self.inputs.shape[1] * self.outputs
+
+    def _as_maps(self, vectors: Tensor) -> Tensor:
+        """Return vectors (…, size) as maps (…, C, I)."""
+        I, C = self.inputs.shape[1], self.outputs
+        return vectors.unflatten(-1, (I, C)).transpose(-1, -2) if self.transposed else vectors.unflatten(-1, (C, I))
+
+    def rows(self) -> Tensor:
+        n, C, I = len(self.inputs), self.outputs, self.inputs.shape[1]
+        rows = self.inputs.new_zeros(n, C, C * I)
+        self._as_maps(rows).diagonal(dim1=1, dim2=2).copy_(self.inputs[:, :, None].expand(n, I, C))
+        return rows
+
+    def matmul(self, vectors: Tensor) -> Tensor:
+        return torch.einsum("ni,rci->ncr", self.inputs, self._as_maps(vectors))
+
+    def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
+        self._as_maps(into).add_(torch.einsum("ncr,ni->rci", weights, self.inputs))
+
+    def squared_sum(self) -> Tensor:
+        result = self.inputs.new_empty(self.size)
+        self._as_maps(result).copy_(self.inputs.square().sum(0).expand(self.outputs, -1))
+        return result
+
+    def scaled(self, factor: float) -> "HeadBlock":
+        return replace(self, inputs=self.inputs * factor)
+
+    def columns(self, indices: Tensor) -> Tensor:
+        C, I = self.outputs, self.inputs.shape[1]
+        output, source = (indices % C, indices // C) if self.transposed else (indices // I, indices % I)
+        own = torch.arange(C, device=indices.device)[:, None] == output
+        return self.inputs[:, None, source] * own
+
+    def variances(self, weights: Tensor) -> Tensor:
+        """Return Σ_k w_k r_k² of every row r, for weights (size,): (n, C)."""
+        return self.inputs.square() @ self._as_maps(weights).T

@@ -1,0 +1,71 @@
+"""Roots R of output Hessians, H = RᵀR, in forms that need not be matrices (n, K, C)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Root(Protocol):
+    """The root R (n, K, C) of the output Hessians of n inputs, without the likelihood's scales."""
+
+    def times(self, columns: Tensor) -> Tensor:
+        """Return R M for M (n, C, r): (n, K, r)."""
+
+    def combined(self, weights: Tensor) -> Tensor:
+        """Return Z R for Z (n, m, K): (n, m, C)."""
+
+    def squared_lengths(self) -> Tensor:
+        """Return the squared lengths of the rows: (n, K)."""
+
+
+@dataclass(frozen=True)
+class MatrixRoot:
+    """A root as a matrix."""
+
+    rows: Tensor  # (n, K, C)
+
+    def times(self, columns: Tensor) -> Tensor:
+        return self.rows @ columns
+
+    def combined(self, weights: Tensor) -> Tensor:
+        return weights @ self.rows
+
+    def squared_lengths(self) -> Tensor:
+        return self.rows.square().sum(2)
+
+
+@dataclass(frozen=True)
+class DiagonalRoot:
+    """The root diag d of independent outputs: K = C."""
+
+    values: Tensor  # d: (n, C)
+
+    def times(self, columns: Tensor) -> Tensor:
+        return self.values.unsqueeze(2) * columns
+
+    def combined(self, weights: Tensor) -> Tensor:
+        return weights * self.values.unsqueeze(1)
+
+    def squared_lengths(self) -> Tensor:
+        return self.values.square()
+
+
+@dataclass(frozen=True)
+class SoftmaxRoot:
+    """The root of diag φ − φφᵀ with the rows √φ_k (e_k − φ): K = C. All products cost n·C per column."""
+
+    probabilities: Tensor  # φ: (n, C)
+
+    def times(self, columns: Tensor) -> Tensor:
+        phi = self.probabilities.unsqueeze(2)
+        return phi.sqrt() * (columns - (phi * columns).sum(1, keepdim=True))
+
+    def combined(self, weights: Tensor) -> Tensor:
+        phi = self.probabilities.unsqueeze(1)
+        weighted = weights * phi.sqrt()
+        return weighted - weighted.sum(2, keepdim=True) * phi
+
+    def squared_lengths(self) -> Tensor:
+        phi = self.probabilities
+        return phi * (1 - 2 * phi + phi.square().sum(1, keepdim=True))

@@ -1,0 +1,149 @@
+"""Rows of many outputs from those of fewer features."""
+
+import pytest
+import torch
+from dense_reference import dense_jacobian
+from torch import nn
+
+from sublaplace import Complement, Gaussian, Linearization, SubspaceLaplace
+from sublaplace.jacobians.features import FeatureBlock
+from sublaplace.jacobians.head import HeadBlock
+from sublaplace.jacobians.wanted import Wanted
+
+C, F = 20, 4
+FEATURES = Wanted(features=True)
+
+
+class Body(nn.Module):
+    """A convolution, a norm and a hidden layer before a linear one, in three spellings."""
+
+    def __init__(self, ending="linear", outputs=C):
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 3, 2)
+        self.norm = nn.LayerNorm(9)
+        self.hidden = nn.Linear(9, F)
+        self.ending = ending
+        self.head = nn.Linear(F, outputs)
+        self.matrix = nn.Parameter(torch.randn(F, outputs))
+
+    def forward(self, x):
+        x = self.hidden(self.norm(self.convolution(x).flatten(1)).tanh()).tanh()
+        if self.ending == "linear":
+            return self.head(x)
+        if self.ending == "matmul":
+            return x @ self.matrix
+        return torch.addmm(self.head.bias, x, self.matrix)
+
+
+def network(ending="linear", outputs=C):
+    torch.manual_seed(0)
+    return Body(ending, outputs).double()
+
+
+def inputs_of(n=6, seed=1):
+    return torch.randn(n, 2, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("outputs", [C, 2 * F])
+@pytest.mark.parametrize("ending", ["linear", "matmul", "addmm"])
+def test_features_give_the_rows_of_all_outputs(ending, outputs):
+    model, inputs = network(ending, outputs), inputs_of()
+    expected = dense_jacobian(model, inputs)
+    linearization = Linearization(model)
+    linearization.look_at(inputs)
+    jacobian = linearization.jacobian(inputs, wanted=FEATURES)
+    assert linearization.passes == len(inputs) * F
+    kinds = {name: type(block) for name, block in jacobian.blocks.items()}
+    assert kinds["convolution.weight"] == kinds["norm.weight"] == kinds["hidden.bias"] == FeatureBlock
+    assert kinds["matrix" if ending != "linear" else "head.weight"] == HeadBlock
+    assert torch.allclose(jacobian.dense_rows(), expected, atol=1e-12)
+    layout = linearization.layout
+    generator = torch.Generator().manual_seed(0)
+    V = torch.randn(3, layout.num_parameters, generator=generator, dtype=torch.float64)
+    U = torch.randn(len(inputs), outputs, 3, generator=generator, dtype=torch.float64)
+    assert torch.allclose(jacobian.matmul(layout.unflatten(V)).flatten(0, 1), expected @ V.T, atol=1e-11)
+    into = layout.zeros(3, V)
+    jacobian.add_transpose_matmul(U, into)
+    assert torch.allclose(layout.flatten(into), U.flatten(0, 1).T @ expected, atol=1e-11)
+    indices = torch.randperm(layout.num_parameters, generator=generator)[:20]
+    columns = jacobian.columns(layout.split_indices(indices), 20).flatten(0, 1)
+    assert torch.allclose(columns, expected[:, indices], atol=1e-11)
+    block = jacobian.blocks["hidden.weight"]
+    assert torch.allclose(block.squared_sum(), block.rows().square().sum((0, 1)))
+    assert torch.allclose(block.scaled(2.0).rows(), 2 * block.rows())
+
+
+@pytest.mark.parametrize("wanted", [Wanted(), Wanted(features=True)])
+def test_few_outputs_have_rows_of_their_own(wanted):
+    model, inputs = network(outputs=2 * F - 1), inputs_of()
+    jacobian = Linearization(model).jacobian(inputs, wanted=wanted)
+    assert not jacobian.has_features
+    assert torch.allclose(jacobian.dense_rows(), dense_jacobian(model, inputs), atol=1e-12)
+
+
+def test_a_parameter_without_a_rule_keeps_all_rows_of_their_own():
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.sliced = network(), nn.Parameter(torch.randn(3, C, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.body(x * self.sliced[0, 0])
+
+    torch.manual_seed(0)
+    model, inputs = Sliced(), inputs_of()
+    jacobian = Linearization(model).jacobian(inputs, wanted=FEATURES)
+    assert not jacobian.has_features
+    assert torch.allclose(jacobian.dense_rows(), dense_jacobian(model, inputs), atol=1e-12)
+
+
+POSTERIORS = {
+    "kfac outside": {"dim": 5, "complement": Complement("kfac", 1.0)},
+    "kfac outside, other weight": {"dim": 5, "complement": Complement("kfac", 0.3)},
+    "diagonal outside": {"dim": 5, "complement": Complement("diagonal", 1.0)},
+    "kfac alone": {"projector": None, "complement": Complement("kfac", 1.0)},
+    "diagonal alone": {"projector": None, "complement": Complement("diagonal", 1.0)},
+}
+
+
+@pytest.mark.parametrize("likelihood", ["classification", Gaussian(0.3)])
+@pytest.mark.parametrize("name", POSTERIORS)
+def test_predictions_by_features_equal_those_by_rows(name, likelihood, monkeypatch):
+    model, inputs = network(), inputs_of(30)
+    targets = torch.arange(30) % C if likelihood == "classification" else torch.randn(30, C, dtype=torch.float64)
+    la = SubspaceLaplace(model, likelihood, prior_precision=0.5, **POSTERIORS[name]).fit([(inputs, targets)])
+    x = inputs_of(7, seed=2)
+    linearization = la._state.linearization
+
+    def predicted():
+        before = linearization.passes
+        found = la.functional_variance(x), la.functional_covariance(x)
+        return *found, linearization.passes - before
+
+    variance, covariance, passes = predicted()
+    assert passes == 2 * 7 * F
+    assert torch.allclose(la.with_prior(2.0).functional_variance(x).sqrt(), by_rows(la.with_prior(2.0), x), rtol=1e-8)
+    monkeypatch.setattr(Linearization, "uses_features", lambda *_: False)
+    other, others, more = predicted()
+    assert more == 2 * 7 * C
+    assert torch.allclose(variance, other, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(covariance, others, rtol=1e-9, atol=1e-12)
+
+
+def by_rows(la, x):
+    rows = la._state.linearization.jacobian(x)
+    return la._state.posterior.variance(rows).sqrt()
+
+
+def test_tuning_with_a_complement_agrees_with_the_posterior_that_it_gives():
+    model, inputs = network(), inputs_of(40)
+    labels = torch.arange(40) % C
+    la = SubspaceLaplace(model, "classification", 5, prior_precision=0.5).fit([(inputs, labels)])
+    held_out = [(inputs_of(30, seed=3), torch.arange(30) % C)]
+    tuned = la.tuned(held_out)
+
+    def loss(prior):
+        return la.with_prior(prior).evaluate(held_out).posterior.scores["nll"]
+
+    for factor in (0.5, 2.0):
+        assert loss(tuned.prior_precision) <= loss(tuned.prior_precision * factor) + 0.01

@@ -57,7 +57,7 @@ def made(likelihood, mean, covariance, **options):
 def test_its_text_tells_shapes_and_computes_nothing():
     la, inputs = fitted("classification")
     found = la.predict(inputs)
-    text = "Prediction(classification, link='probit', mean (20, 2), variance (20, 2), covariance not formed yet)"
+    text = "Prediction(classification, link='pairwise', mean (20, 2), variance (20, 2), covariance not formed yet)"
     assert repr(found) == text and not found.uncertainty.is_formed and "probabilities" not in vars(found)
     _ = found.covariance
     assert repr(found) == text.replace("not formed yet", "formed")

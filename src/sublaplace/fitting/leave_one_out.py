@@ -35,10 +35,7 @@ OUTSIDE_FACTOR = 10**0.75
 """λ over its leave-one-out value where KFAC stands outside of the subspace."""
 
 FAR = 10.0
-"""How much larger λ may be made, so that the training data are not predicted worse than left-out ones."""
-
-CAUTIOUS_SHARE = 0.1
-"""Of the leave-one-out NLL, by which the NLL of the training data may grow where λ is further away than that."""
+"""How much larger λ may become, so that training data are not predicted worse than left-out ones, without a warning."""
 
 DIMENSIONS = 30
 """Leading dimensions of the subspace in which the network is refitted; more give nearly the same λ."""
@@ -185,9 +182,8 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
 
     With KFAC outside of the subspace, λ is `OUTSIDE_FACTOR` times as large, and so large that the posterior predicts
     these training inputs no worse than left-out ones. In large networks the variance outside exceeds the subspace's by
-    far, and a small λ would drown every output in it. Where λ would have to grow by more than a factor of ten (`FAR`),
-    leave-one-out says little about it. Then λ is chosen with caution: the NLL of the training inputs may exceed that
-    of the plain network by a tenth of the leave-one-out NLL (`CAUTIOUS_SHARE`), and a warning asks for validation data.
+    far, and a small λ would drown every output in it. Where λ grows by more than a factor of ten (`FAR`), leave-one-out
+    says little about it, and a warning asks for validation data.
 
     Args:
         data: the training data in span Q.
@@ -206,14 +202,12 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
         prior *= OUTSIDE_FACTOR
         kept = [data.kept(variance) for variance in variances]
         least = _least_below(kept, min(losses))
-        if least > FAR * prior:
-            if at_end:
-                warn(
-                    "The training data cannot choose λ for this network: predictions stay close to those of the plain "
-                    "network. Give validation data, fit(train_loader, val_loader), or prior_precision."
-                )
-            plain = data.kept(torch.zeros_like(variances[0]))
-            return _least_below(kept, plain + CAUTIOUS_SHARE * min(losses))
+        if least > FAR * prior and at_end:
+            ended = False
+            warn(
+                "The training data say little about λ for this network: it was chosen so that they are predicted no "
+                "worse than left-out ones. Validation data would tell more: fit(train_loader, val_loader)."
+            )
         prior = max(prior, least)
     if ended and at_end:
         warn(

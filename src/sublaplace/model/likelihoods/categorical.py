@@ -11,10 +11,11 @@ from sublaplace.model.likelihoods.links import (
     PROBIT_VARIANCE,
     Covariance,
     Interval,
-    mean_softmax,
+    bridge,
     probit,
     probit_interval,
     probit_logits,
+    sampled_softmax,
 )
 from sublaplace.model.likelihoods.roots import SoftmaxRoot
 
@@ -118,7 +119,9 @@ class Categorical(Likelihood):
     ) -> Tensor:
         if link == "probit":
             return probit(outputs, covariance.variance)
-        return mean_softmax(outputs, covariance.matrix, link, samples, generator)
+        if link == "mc":
+            return sampled_softmax(outputs, covariance.factor, samples, generator)
+        return bridge(outputs, covariance.variance, covariance.row_sums)
 
     def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
         return probit_interval(outputs, lower, upper)

@@ -99,7 +99,7 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _size(recipe: Recipe) -> str:
-    """p, where the network can be made: some come from files or packages that are not always here."""
+    """Return p as text, or a dash if the network cannot be built: some need files or packages that may be missing."""
     try:
         return f"{num_parameters(NETWORKS[recipe.network]()):,}"
     except (FileNotFoundError, ImportError):

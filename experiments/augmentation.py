@@ -1,4 +1,4 @@
-"""Random changes of training pictures, drawn anew for every batch."""
+"""Random changes of training pictures, drawn again for every batch."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ CROP_ATTEMPTS = 10
 
 
 def cifar10(images: Tensor, generator: np.random.Generator) -> Tensor:
-    """Scaled images (n, 3, H, W), each flipped, grey, or a part of itself enlarged, with the probabilities above."""
+    """Return scaled images (n, 3, H, W), some flipped, made grey or cropped and enlarged, as the probabilities say."""
     n, _, height, width = images.shape
     flipped, grey, cropped = (_chosen(n, probability, generator) for probability in (FLIPPED, GREY, CROPPED))
     whole = np.tile([0, 0, height, width], (n, 1))
@@ -36,17 +36,17 @@ def _chosen(count: int, probability: float, generator: np.random.Generator) -> T
 
 
 def greyscale(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """All three channels become 0.2989 red + 0.587 green + 0.114 blue, of images scaled with `mean` and `std`."""
+    """Set all three channels to 0.2989 red + 0.587 green + 0.114 blue, for images scaled with `mean` and `std`."""
     means, deviations, luma = (torch.tensor(values)[:, None, None] for values in (mean, std, LUMA))
     grey = ((images * deviations + means) * luma).sum(1, keepdim=True)
     return (grey - means) / deviations
 
 
 def crop_boxes(count: int, height: int, width: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Top, left, height and width of random crops: (count, 4).
+    """Draw top, left, height and width of random crops: (count, 4).
 
-    Area and logarithm of the ratio are uniform; of `CROP_ATTEMPTS` draws the first that fits is taken, and where none
-    does the whole picture.
+    The area and the logarithm of the ratio are uniform. The first of `CROP_ATTEMPTS` draws that fits is used. If none
+    fits, the crop is the whole picture.
     """
     shape = (CROP_ATTEMPTS, count)
     areas = height * width * generator.uniform(*SCALES, shape)
@@ -61,17 +61,17 @@ def crop_boxes(count: int, height: int, width: int, generator: np.random.Generat
 
 
 def enlarged(images: Tensor, boxes: NDArray[np.int64]) -> Tensor:
-    """The box (top, left, height, width) of each image (n, 3, H, W) enlarged to its size, bilinearly."""
+    """Enlarge the box (top, left, height, width) of each image (n, 3, H, W) to the image's size, bilinearly."""
     _, _, height, width = images.shape
     top, left, box_height, box_width = torch.from_numpy(boxes).to(images.dtype).T
     rows = _sampled(top, box_height, height)[:, :, None].expand(-1, -1, width)
     columns = _sampled(left, box_width, width)[:, None, :].expand(-1, height, -1)
-    # Places in pixels become those of grid_sample, which has the outer edges of the picture at −1 and 1.
+    # grid_sample counts places from −1 to 1, the outer edges of the picture.
     grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=3)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 def _sampled(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Where each of `size` pixels reads in a stretch of the original: (n, size). Nothing beyond the stretch is read."""
+    """Return where each of `size` pixels reads in a stretch of the original: (n, size). Nothing beyond it is read."""
     places = start[:, None] + (torch.arange(size) + 0.5) * length[:, None] / size - 0.5
     return places.clamp(start[:, None], (start + length - 1)[:, None])

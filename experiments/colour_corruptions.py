@@ -1,7 +1,7 @@
-"""The seven corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019) that the paper uses, generated: five severities.
+"""The seven corruptions of CIFAR-10-C (Hendrycks and Dietterich 2019) that the paper uses, at five severities.
 
-The published arrays were drawn without a seed, so they cannot be had again bit for bit; the settings are theirs.
-Each corruption is a function of one picture (32, 32, 3) in [0, 1], a random generator and a setting for each severity.
+The published arrays were drawn without a seed, so they cannot be reproduced bit for bit; the settings are the same.
+Each corruption is a function of one picture (32, 32, 3) in [0, 1], a random generator and a setting per severity.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ SEVERITIES = range(1, 6)
 
 
 def corrupt(name: str, severity: int, images: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
-    """The images (n, 32, 32, 3) under one corruption of `CIFAR10_C`.
+    """Return the images (n, 32, 32, 3) under one corruption of `CIFAR10_C`.
 
-    Each depends on name, severity, seed and its own pixels alone.
+    Each image depends on name, severity, seed and its own pixels alone.
     """
     if name not in _CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; of CIFAR-10-C there are {', '.join(CIFAR10_C)}")
@@ -42,24 +42,24 @@ def corrupt(name: str, severity: int, images: NDArray[np.uint8], seed: int) -> N
 
 
 def speckle_noise(x: Picture, rng: np.random.Generator, deviation: float) -> Picture:
-    """x + x ε, ε ~ N(0, deviation²) for each value."""
+    """Return x + x ε, with ε ~ N(0, deviation²) for each value."""
     return x + x * rng.normal(0, deviation, x.shape)
 
 
 def gaussian_blur(x: Picture, rng: np.random.Generator, sigma: float) -> Picture:
-    """A Gaussian along rows and columns of each channel; nothing is random."""
+    """Blur along rows and columns of each channel; nothing is random."""
     return gaussian_filter(x, sigma=(sigma, sigma, 0), mode="nearest", truncate=4)
 
 
 def motion_blur(x: Picture, rng: np.random.Generator, radius: int, sigma: float) -> Picture:
-    """Half a Gaussian along a line at a random angle within ±45°, the same for all channels, as ImageMagick blurs."""
+    """Blur with half a Gaussian along a line at a random angle within ±45°, as ImageMagick does."""
     return motion_blurred(x, radius, sigma, degrees=rng.uniform(-45, 45))
 
 
 def brightness(x: Picture, rng: np.random.Generator, lift: float) -> Picture:
-    """The value of HSV, v = max of the channels, raised to min(v + lift, 1): x · raised / v; nothing is random.
+    """Raise the value of HSV, v = max of the channels, to min(v + lift, 1): x · raised / v; nothing is random.
 
-    Hue and saturation stay; black, which has neither, becomes grey.
+    Hue and saturation stay. Black, which has neither, becomes grey.
     """
     value = x.max(axis=-1, keepdims=True)
     raised = np.minimum(value + lift, 1)
@@ -68,9 +68,9 @@ def brightness(x: Picture, rng: np.random.Generator, lift: float) -> Picture:
 
 
 def elastic_transform(x: Picture, rng: np.random.Generator, reach: float, sigma: float, shift: float) -> Picture:
-    """A random affine map, then displacements; both read the picture bilinearly and reflect it at its edges.
+    """Apply a random affine map, then displacements; both read the picture bilinearly and reflect it at its edges.
 
-    The affine map takes three corners of a square to places up to `shift` pixels off along each axis; the displacements
+    The affine map takes three corners of a square to places up to `shift` pixels off along each axis. The displacements
     are reach · (uniform noise in [−1, 1], blurred by σ) along each axis. CIFAR-10-C rounds the places from which its
     affine map reads to 1/32 of a pixel; here they are exact.
     """

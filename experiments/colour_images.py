@@ -39,19 +39,19 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def scaled(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Pixels (n, H, W, 3) as the networks take them: (n, 3, H, W), channels scaled to mean 0 and deviation 1."""
+    """Return pixels (n, H, W, 3) as inputs of the networks: (n, 3, H, W), channels scaled to mean 0 and deviation 1."""
     images = torch.tensor(pixels).permute(0, 3, 1, 2).float() / 255
     return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
 def pixels_of(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
-    """The inverse of `scaled`: (n, 3, H, W) back to pixels (n, H, W, 3)."""
+    """Invert `scaled`: (n, 3, H, W) back to pixels (n, H, W, 3)."""
     values = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
     return (values * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
 def cifar10() -> Dataset:
-    """50,000 training and 10,000 test images of 32 × 32 pixels."""
+    """Load 50,000 training and 10,000 test images of 32 × 32 pixels."""
     labels = np.load(io.BytesIO(content(CIFAR10["labels.npz"])))
     train = np.concatenate([_cifar10_pixels(f"data_batch_{number}") for number in range(1, 6)])
     return Dataset(
@@ -65,7 +65,10 @@ def cifar10() -> Dataset:
 
 
 def _cifar10_pixels(batch: str) -> NDArray[np.uint8]:
-    """(10000, 32, 32, 3): the files hold the planes G, R − G and B − G, differenced along both axes, modulo 256."""
+    """Return pixels (10000, 32, 32, 3).
+
+    The files hold the planes G, R − G and B − G, differenced along both axes, modulo 256.
+    """
     with lzma.open(io.BytesIO(content(CIFAR10[f"{batch}.delta.npy.xz"]))) as file:
         differences = np.lib.format.read_array(file, allow_pickle=False)
     planes = differences.cumsum(-1, dtype=np.uint8).cumsum(-2, dtype=np.uint8)
@@ -73,7 +76,7 @@ def _cifar10_pixels(batch: str) -> NDArray[np.uint8]:
 
 
 def imagenet10() -> Dataset:
-    """331 training crops and 82 validation images of ten classes, 224 × 224 pixels."""
+    """Load 331 training crops and 82 validation images of ten classes, 224 × 224 pixels."""
     index = list(csv.DictReader(io.StringIO(content(IMAGENET10_INDEX).decode("ascii"))))
     classes = sorted({row["wnid"] for row in index})
     with zipfile.ZipFile(io.BytesIO(content(IMAGENET10))) as archive:
@@ -85,7 +88,7 @@ def imagenet10() -> Dataset:
 def _imagenet10_part(
     archive: zipfile.ZipFile, index: list[dict[str, str]], classes: list[str], folder: str
 ) -> tuple[Tensor, Tensor]:
-    """The images of a folder: the centre, after resizing the shorter side to 256 pixels where it is not cropped yet."""
+    """Load the centres of a folder's images; the shorter side of uncropped images is first resized to 256 pixels."""
     from PIL import Image
 
     pixels, labels = [], []

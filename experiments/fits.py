@@ -1,4 +1,4 @@
-"""The posteriors of one trained network with their costs; what several of them need is made once."""
+"""The posteriors of one trained network with their costs; shared parts are computed once."""
 
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +24,11 @@ from sublaplace.projection import Projection
 class Fits:
     """The posteriors of one problem.
 
-    The cost of P includes the curvature that P is built from, even where that was computed before.
+    The cost of P includes the curvature that P is built from, even if it was computed before.
     """
 
     problem: Problem
-    dense: DensePrecision | None = None  # where it may be used in place of passes over the data
+    dense: DensePrecision | None = None  # if it may replace passes over the data
     _curvatures: dict[tuple[str, torch.dtype], tuple[BlockPrecision, Cost]] = field(default_factory=dict)
     _leading: dict[str, tuple[SubspacePosterior, Cost]] = field(default_factory=dict)
 

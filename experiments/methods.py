@@ -76,7 +76,7 @@ COMPLEMENTED = (
 None of them needs labels of new data or the inputs that it is judged on.
 """
 
-MOST_INPUTS = 1000  # that such a subspace is built from, before noisy ones are added
+MOST_INPUTS = 1000  # inputs of such a subspace, before noisy ones are added
 PERTURBATION = 0.1  # of the standard deviation of each feature
 
 BATCH_SIZE = 1000  # of passes over the data, whose results do not depend on it

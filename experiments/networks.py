@@ -9,7 +9,7 @@ from experiments.resnets import ResNet18, resnet9, resnet18_of_imagenet
 
 
 def mlp(num_inputs: int, num_outputs: int, width: int = 128) -> nn.Sequential:
-    """inputs → width → ReLU → width → ReLU → outputs."""
+    """Build inputs → width → ReLU → width → ReLU → outputs."""
     return nn.Sequential(
         nn.Linear(num_inputs, width),
         nn.ReLU(),
@@ -52,5 +52,5 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def num_parameters(network: nn.Module) -> int:
-    """p, the parameters that require grad."""
+    """Return p, the number of parameters that require grad."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What is done with each data set: network, training, subspace and prior, one row a set."""
+"""The settings for each data set: network, training, subspace and prior, one row per set."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ from sublaplace import PROJECTORS
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How θ̂ is found: Adam with L2 regularisation, gradients clipped, a piecewise linear schedule a step.
+    """The training that finds θ̂: Adam with L2 regularisation, clipped gradients, and a piecewise linear schedule.
 
-    The learning rate rises linearly from 1e-4 of its value over the fraction `warm` of the steps, stays, and falls
-    linearly to 0 from the fraction `decay` on. A network of no epochs comes trained. `augmentation` names a random
-    change of the training pictures.
+    The learning rate rises linearly from 1e-4 of its value over the fraction `warm` of the steps, stays constant, and
+    falls linearly to 0 from the fraction `decay` on. A network of no epochs comes trained. `augmentation` names a
+    random change of the training pictures.
     """
 
     learning_rate: float
@@ -29,7 +29,7 @@ class TrainingRecipe:
     augmentation: str = ""
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The learning rate of step 0 ≤ `step` < `num_steps`."""
+        """Return the learning rate of step 0 ≤ `step` < `num_steps`."""
         done = step / num_steps
         factor = 1.0
         if done < self.warm:
@@ -40,18 +40,18 @@ class TrainingRecipe:
 
 
 COMPARED_DIMS = (100, 400)
-"""s at which all methods are compared, those with KFAC outside of the subspace among them."""
+"""s at which all methods are compared, including those with KFAC outside of the subspace."""
 
 LARGE_TOLERANCE = 1e-4
-"""`Recipe.direction_tolerance` of large networks, for want of time: a third of the directions that 1e-8 leaves."""
+"""`Recipe.direction_tolerance` of large networks, to save time: a third of the directions that 1e-8 leaves."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """All settings of one data set.
 
-    `num_inputs` is n, the number of training inputs X′ that P is built from and of test inputs drawn for KL,
-    log-trace and relative error (at most the whole test set). σ of regression is the standard deviation of the
+    `num_inputs` is n: the number of training inputs X′ that P is built from, and the number of test inputs drawn for
+    KL, log-trace and relative error (at most the whole test set). σ of regression is the standard deviation of the
     training residuals.
     """
 
@@ -62,14 +62,14 @@ class Recipe:
     largest_dim: int
     prior_precision: float
     swag_snapshots: int = 10
-    # The published rate; where it diverges, the largest of .003, .001, .0003 at which the training loss stays.
+    # The published rate; if it diverges, the largest of .003, .001, .0003 at which the training loss does not grow.
     swag_learning_rate: float = 0.01
-    dtype: torch.dtype = torch.float64  # of all but the exact GGN, which is float64 always
-    small_dims: tuple[int, ...] = ()  # beside the grid
-    large_subset_dims: tuple[int, ...] = ()  # beside the grid, for methods that choose single parameters
-    corrupted_dims: tuple[int, ...] = ()  # s on corrupted test sets; without any there are none
+    dtype: torch.dtype = torch.float64  # of everything except the exact GGN, which is always float64
+    small_dims: tuple[int, ...] = ()  # in addition to the grid
+    large_subset_dims: tuple[int, ...] = ()  # in addition to the grid, for methods that choose single parameters
+    corrupted_dims: tuple[int, ...] = ()  # s on corrupted test sets; empty: there are none
     maps_sensitivity: bool = False  # the sensitivity of every parameter is kept for a heat map
-    num_seeds: int = 5  # of a run of everything
+    num_seeds: int = 5  # of a complete run
     direction_tolerance: float = 1e-8  # share of the output Hessians' trace that may be dropped, also in float64
     # For networks whose exact GGN, p × p, is out of reach: there is no full posterior to compare with.
     large: bool = False
@@ -79,7 +79,7 @@ class Recipe:
     certified_dims: tuple[int, ...] = ()  # s at which the captured share of the trace is certified
 
     def dims(self, projector: str) -> list[int]:
-        """The subspace dimensions s, ascending: a grid of ten, those compared, and what this data set adds."""
+        """Return the subspace dimensions s, ascending: a grid of ten, those compared, and extra ones of this set."""
         grid = {int(s) for s in np.linspace(10, self.largest_dim, 10)} | set(self.small_dims)
         grid |= {s for s in COMPARED_DIMS if s < self.largest_dim}
         chooses_parameters = projector in PROJECTORS and not PROJECTORS[projector].stores_matrix
@@ -87,12 +87,12 @@ class Recipe:
 
     @property
     def compared_dims(self) -> list[int]:
-        """`COMPARED_DIMS`; of a large network no more than its grid has, for want of memory."""
+        """`COMPARED_DIMS`; for a large network at most the largest of its grid, to save memory."""
         return sorted({min(s, self.largest_dim) if self.large else s for s in COMPARED_DIMS})
 
     def training_fingerprint(self) -> str:
-        """A digest of all that trained weights depend on, beside the seed."""
-        # What a recipe does without is left out, so that weights stay those of their recipe when recipes get new parts.
+        """Return a digest of everything except the seed that trained weights depend on."""
+        # Unused parts are left out, so that weights keep their fingerprint when recipes get new parts.
         training = {name: value for name, value in asdict(self.training).items() if value != ""}
         facts = {"dataset": self.dataset, "network": self.network, **training}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

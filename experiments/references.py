@@ -1,4 +1,4 @@
-"""What posteriors are compared with, the covariance of the full Laplace approximation, kept on disk."""
+"""The reference of all posteriors, the covariance of the full Laplace approximation, kept on disk."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from experiments.recipes import Recipe
 
 
 def kept(computed: Path, recipe: Recipe, test_set: str, seed: int) -> Tensor | None:
-    """Σ for the drawn inputs of a test set, (nC, nC), if it was computed before, with this recipe."""
+    """Return Σ for the drawn inputs of a test set, (nC, nC), if it was computed before with this recipe."""
     path = _path(computed, test_set, seed)
     if not path.exists():
         return None
@@ -21,7 +21,7 @@ def kept(computed: Path, recipe: Recipe, test_set: str, seed: int) -> Tensor | N
 
 
 def keep(covariance: Tensor, computed: Path, recipe: Recipe, test_set: str, seed: int) -> None:
-    """Writes Σ so that the file is whole at any moment."""
+    """Write Σ so that the file is complete at any moment."""
     path = _path(computed, test_set, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"covariance": covariance.contiguous()}, path.with_suffix(".partial"), _facts(recipe))

@@ -1,4 +1,4 @@
-"""The residual networks: ResNet9 for CIFAR10 and ResNet18 for ImageNet10, the latter with torchvision's names."""
+"""The residual networks: ResNet9 for CIFAR10, and ResNet18 for ImageNet10 with torchvision's names."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ class Residual(nn.Module):
 
 
 def resnet9(num_outputs: int = 10) -> nn.Sequential:
-    """Eight convolutions and a linear layer for images of 32 × 32 pixels: p = 668,234."""
+    """Build eight convolutions and a linear layer for images of 32 × 32 pixels: p = 668,234."""
     return nn.Sequential(
         _convolution_block(3, 64),
         _convolution_block(64, 128, pool=True),
@@ -43,7 +43,7 @@ def resnet9(num_outputs: int = 10) -> nn.Sequential:
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a connection that, where the shape changes, is a convolution of width one."""
+    """Two convolutions and a parallel connection, which is a convolution of width one if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ResNet18(nn.Module):
 
 
 def resnet18_of_imagenet() -> ResNet18:
-    """ResNet18 with torchvision's weights and a new last layer for ten classes; `RESNET18_FILE` says where they are."""
+    """Return ResNet18 with torchvision's weights, from `RESNET18_FILE`, and a new last layer for ten classes."""
     path = Path(os.environ.get(RESNET18_FILE, ""))
     if not path.is_file():
         raise FileNotFoundError(
@@ -110,7 +110,7 @@ def resnet18_of_imagenet() -> ResNet18:
 
 
 def freeze_norms(network: nn.Module) -> nn.Module:
-    """Fixes the scales and shifts of batch normalisation, which are not Bayesian in the paper."""
+    """Fix the scales and shifts of batch normalisation, which are not Bayesian in the paper."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.requires_grad_(False)

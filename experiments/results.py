@@ -14,7 +14,7 @@ from sublaplace import __version__
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed, and written, at once: one posterior of one trained network on one data set."""
+    """A unit of work, written at once: one posterior of one trained network on one data set."""
 
     dataset: str
     seed: int
@@ -27,8 +27,8 @@ class Job:
 class Row:
     """One number. `s` is the dimension of the subspace (p for posteriors over all parameters, 0 without any).
 
-    `seconds` (of processor time) and `peak_memory_mb` are those of building the projection, or the posterior where
-    there is none: the same for all rows of a job, None where nothing was built.
+    `seconds` (of processor time) and `peak_memory_mb` belong to building the projection, or the posterior if there is
+    no projection. They are equal for all rows of a job, and None if nothing was built.
     """
 
     dataset: str
@@ -54,15 +54,15 @@ _HEADER = ",".join(COLUMNS) + "\n"
 
 
 class ResultsError(Exception):
-    """The results file is not one of ours; the message says why."""
+    """A results file that this program did not write; the message says why."""
 
 
 class Results:
     """The file of results. Several processes may add to it at a time.
 
-    An addition is first written as a whole to a journal beside the file, together with the length that the file has
-    before it. Whoever opens the file next finishes what a killed process left in the journal, so an addition is
-    there completely and once, or not at all.
+    An addition is first written completely to a journal next to the file, together with the length of the file before
+    the addition. The next process that opens the file finishes what a killed process left in the journal. So an
+    addition is in the file completely and once, or not at all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class Results:
             self._repair()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Appends the rows of one or more whole jobs; they are on the disk when this returns."""
+        """Append the rows of one or more complete jobs; they are on disk when this returns."""
         text = _as_csv(rows)
         with self._locked():
             self._repair()
@@ -82,14 +82,14 @@ class Results:
             self._apply_journal()
 
     def rows(self) -> list[Row]:
-        """All rows, in the order in which they were added."""
+        """Return all rows, in the order in which they were added."""
         with self._locked():
             self._repair()
             text = self.path.read_text()
         return [_row_of(line) for line in csv.DictReader(io.StringIO(text))]
 
     def done(self) -> set[Job]:
-        """The jobs that need not be done again."""
+        """Return the jobs that need not be run again."""
         return {row.job for row in self.rows()}
 
     @contextmanager
@@ -100,7 +100,7 @@ class Results:
             yield
 
     def _repair(self) -> None:
-        """Brings the file to a state in which every line is whole."""
+        """Bring the file to a state in which every line is complete."""
         if self._journal.exists():
             self._apply_journal()
         if not self.path.exists() or self.path.stat().st_size == 0:
@@ -157,7 +157,7 @@ def _row_of(line: dict[str, str]) -> Row:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replaces a file so that it is the old or the new one at any moment."""
+    """Replace a file so that it is the old or the new one at any moment."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w") as file:
         file.write(text)

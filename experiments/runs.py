@@ -28,8 +28,7 @@ def run(
     corruptions: Sequence[str] = (),
     methods: Collection[str] = (),
 ) -> None:
-    """All jobs of a data set (or those of some methods) that are not in the results yet; networks are trained where
-    they are missing."""
+    """Run the jobs of a data set (or of some methods) that are not in the results yet; missing networks are trained."""
     dataset, unscored = scored_part(recipe, dataset)
     sets = scored_sets(recipe, dataset, corruptions)
     for seed in seeds:
@@ -44,7 +43,7 @@ def run(
 def _run_ensemble(
     recipe: Recipe, dataset: Dataset, networks: list[nn.Module], sets: list[TestSet], results: Results
 ) -> None:
-    """The average of the predictives of all seeds' networks, under seed 0."""
+    """Average the predictives of all seeds' networks, as a job of seed 0."""
     for test_set in sets:
         job = Job(test_set.name, 0, ENSEMBLE)
         if job in results.done():
@@ -59,7 +58,7 @@ def _run_ensemble(
 
 
 def smoke(results: Results, computed: Path) -> int:
-    """One tiny configuration of each kind, regression and (corrupted) classification; the number of results."""
+    """Run one tiny configuration of each kind, and return the number of results."""
     enb, mnist = RECIPES["enb"], RECIPES["mnist"]
     tiny_enb = replace(enb, training=replace(enb.training, epochs=20), num_inputs=10, largest_dim=20, swag_snapshots=2)
     run(tiny_enb, load("enb").cut(40, 20), range(ENSEMBLE_SIZE), results, computed)

@@ -1,4 +1,4 @@
-"""What is scored: the test data, or as many of them as there is time for, and their corrupted versions, generated."""
+"""The scored data: the test data, or as many of them as time allows, and their corrupted versions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ CORRUPTION_SEED = 0  # the corrupted images are one data set, the same for every
 
 @dataclass(frozen=True)
 class TestSet:
-    """Test data under the name that its results have."""
+    """Test data, under the name of their results."""
 
-    __test__ = False  # the name is not that of a test class
+    __test__ = False  # despite its name, this is not a test class
 
     name: str
     inputs: Tensor
@@ -27,7 +27,7 @@ class TestSet:
 
 
 def scored_part(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, TestSet | None]:
-    """The data set with the test data that are scored, and the other ones, if any; the same for every seed."""
+    """Return the data set with the test data that are scored, and the other test data, if any; equal for every seed."""
     total = len(dataset.test_inputs)
     if recipe.num_scored is None or recipe.num_scored >= total:
         return dataset, None
@@ -38,7 +38,7 @@ def scored_part(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, TestSet | No
 
 
 def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
-    """The corruptions of the test set that belong to a data set."""
+    """Return the corruptions of the test set that belong to a data set."""
     if not recipe.corrupted_dims:
         return ()
     if recipe.dataset == "cifar10":
@@ -51,7 +51,7 @@ def corruptions_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def scored_sets(recipe: Recipe, dataset: Dataset, corruptions: Sequence[str]) -> list[TestSet]:
-    """The test data themselves, then their corrupted versions; of these the first ones, where not all are."""
+    """Return the test data themselves, then their corrupted versions, or the first of these if not all are scored."""
     part = dataset.cut(0, recipe.num_corrupted or len(dataset.test_inputs))
     names = tqdm(corruptions, "corrupting images", leave=False) if corruptions else ()
     corrupted = [TestSet(f"{dataset.name}-c/{name}", *_corrupted(name, part)) for name in names]
@@ -59,7 +59,7 @@ def scored_sets(recipe: Recipe, dataset: Dataset, corruptions: Sequence[str]) ->
 
 
 def _corrupted(name: str, dataset: Dataset) -> tuple[Tensor, Tensor]:
-    """Inputs and targets; pictures in colour at all severities, one after the other."""
+    """Return inputs and targets; colour pictures at all severities, one after the other."""
     if dataset.test_inputs.shape[1] == 1:
         from experiments.corruptions import corrupt
 

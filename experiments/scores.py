@@ -1,4 +1,4 @@
-"""How posteriors are judged: by their distance to the full one, and by what they predict."""
+"""The scores of posteriors: their distance to the full posterior, and the quality of their predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ Key = TypeVar("Key")
 
 
 def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, reference: Tensor) -> dict[int, Scores]:
-    """For each s how near a posterior is to the full one, whose covariance is the reference, on drawn inputs.
+    """Return for each s how close a posterior is to the full one, whose covariance is the reference, on drawn inputs.
 
     Regression: KL of the joint predictives with noise (`kl`). Classification: KL of the probit predictives, mean and
     sum over the inputs. `log_trace` and `relative_error` are of the joint covariance of the outputs.
@@ -45,9 +45,9 @@ def approximation_scores(problem: Problem, inputs: Tensor, sweep: Sweep, referen
 def predictive_scores(
     problem: Problem, test_set: TestSet, sweeps: dict[str, Sweep], traced: Tensor | None = None
 ) -> dict[str, dict[int, Scores]]:
-    """For each posterior and s how well the whole test set is predicted; one pass for all of them.
+    """Return for each posterior and s how well the whole test set is predicted, from one pass for all of them.
 
-    With `traced`, the places of some of the inputs, also the `log_trace` of these.
+    With `traced`, the places of some of the inputs, also return the `log_trace` of these inputs.
     """
 
     def covariances(jacobian: Jacobian) -> Iterator[tuple[tuple[str, int], Tensor]]:
@@ -75,7 +75,7 @@ class _KeptRows(OuterBlock):
 
 
 def _with_kept_rows(jacobian: Jacobian) -> Jacobian:
-    """The same Jacobian, which keeps the rows that are asked for: n·K·p numbers, for the inputs of one chunk."""
+    """Return the same Jacobian, which keeps rows once they are formed: n·K·p numbers, for the inputs of one chunk."""
     blocks = {
         name: _KeptRows(block.uses, block.num_rows, block.transposed) if isinstance(block, OuterBlock) else block
         for name, block in jacobian.blocks.items()
@@ -90,7 +90,7 @@ def _scores_of_all(
     covariances: Callable[[Jacobian], Iterator[tuple[Key, Tensor]]],
     traced: Tensor | None = None,
 ) -> dict[Key, Scores]:
-    """How well targets are predicted with each of several covariances; one pass for all of them."""
+    """Return how well targets are predicted with each of several covariances, from one pass for all of them."""
     outputs: list[Tensor] = []
     parts: dict[Key, list[Tensor]] = {}
     for jacobian in problem.jacobians(inputs):
@@ -113,11 +113,11 @@ TUNED_OUTPUTS = 5000  # of a half of the test set, on which λ is chosen
 def own_prior_scores(
     problem: Problem, test_set: TestSet, sweep: Sweep, dims: Sequence[int], priors: Sequence[float]
 ) -> dict[int, Scores]:
-    """For each s how well the test set is predicted by the posterior with its own λ, P as it is.
+    """Return for each s how well the test set is predicted by the posterior with its own λ and the same P.
 
     λ is the one of `priors` with the best NLL on one half of the test set (on the first `TUNED_OUTPUTS` of its
-    outputs), the scores are those of the other half, and both halves take both parts: `own_nll` and so on are the
-    means, `own_prior_precision` the geometric mean.
+    outputs). The other half is scored, and then the halves change places. `own_nll` and so on are the means,
+    `own_prior_precision` is the geometric mean.
     """
     halves = [torch.arange(half, len(test_set.inputs), 2) for half in (0, 1)]
     most = TUNED_OUTPUTS // outputs_of(problem.network, test_set.inputs[:1]).shape[1]
@@ -139,12 +139,12 @@ def own_prior_scores(
 def _scores_under(
     problem: Problem, test_set: TestSet, rows: Tensor, sweep: Sweep, pairs: Sequence[tuple[int, float]]
 ) -> dict[tuple[int, float], Scores]:
-    """For each pair of s and λ how well some of the test inputs are predicted."""
+    """Return for each pair of s and λ how well some of the test inputs are predicted."""
     return _scores_of_all(problem, test_set.inputs[rows], test_set.targets[rows], sweep.under(pairs))
 
 
 def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor) -> Scores:
-    """How well targets are predicted by outputs of this mean (n, C) and covariance (n, C, C)."""
+    """Return how well targets are predicted by outputs of this mean (n, C) and covariance (n, C, C)."""
     if problem.noise_std is None:
         return classification_scores(probit(mean, covariance.diagonal(dim1=1, dim2=2)), targets)
     total = covariance + problem.noise_std**2 * torch.eye(mean.shape[1], dtype=torch.float64)
@@ -152,7 +152,7 @@ def _scores(problem: Problem, mean: Tensor, covariance: Tensor, targets: Tensor)
 
 
 def best_temperature(outputs: Tensor, targets: Tensor) -> float:
-    """T that minimises the NLL of softmax(f / T)."""
+    """Return the T that minimises the NLL of softmax(f / T)."""
 
     def nll(log_temperature: float) -> float:
         return float(nn.functional.cross_entropy(outputs / np.exp(log_temperature), targets))
@@ -169,7 +169,7 @@ def classification_scores(probabilities: Tensor, targets: Tensor) -> Scores:
 
 
 def mixture_scores(means: Tensor, deviations: Tensor, targets: Tensor) -> Scores:
-    """NLL of the mixture of N(mean_k, deviation_k² I), means (k, n, C); coverage of the Gaussian of its moments."""
+    """Return the NLL of the mixture of N(mean_k, deviation_k² I), means (k, n, C), and the coverage by its moments."""
     k, _, C = means.shape
     variances = deviations.square()
     squares = (means - targets.double()).square().sum(2) / variances[:, None]

@@ -1,4 +1,4 @@
-"""The jobs of one trained network: every posterior on every test set, written down job by job."""
+"""The jobs of one trained network: every posterior on every test set, written job by job."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -43,10 +43,10 @@ from experiments.sweeps import CertainSweep, ComplementSweep, SubspaceSweep, Swe
 from experiments.training import held_out, trained_network
 from sublaplace import PROJECTORS, Jacobians, SubspaceLaplace, SubspacePosterior
 
-# Names beside those of the library's projectors.
+# Names of methods in addition to the library's projectors.
 OPTIMUM = "lowrankopt-ggn"  # lowrank-ggn built from the very inputs that it is judged on: Theorem 1
 FULL, KFAC, MAP, TEMPERATURE, ENSEMBLE = "full", "kfac", "map", "temperature", "ensemble"
-CERTIFIED = "certified-lowrank-kfac"  # how much of the full trace lowrank-kfac captures for certain
+CERTIFIED = "certified-lowrank-kfac"  # the certified share of the full trace that lowrank-kfac captures
 EXACT = (FULL, "lowrank-ggn", OPTIMUM)
 METHODS = tuple(dict.fromkeys((*EXACT, *PROJECTORS, KFAC, MAP, TEMPERATURE, ENSEMBLE, CERTIFIED)))
 
@@ -64,9 +64,9 @@ PRIOR_FACTORS = [10 ** (k / 2) for k in range(-6, 7)]  # of the paper's λ
 class SeedRun:
     """The jobs of one trained network.
 
-    Those that need the exact GGN come first, since they leave what all others are compared with, the covariance of
-    the full Laplace approximation for the drawn test inputs. It is kept on disk, so that a run that was stopped need
-    not compute it again. For a large network there is none of this: posteriors are compared by their trace alone.
+    Jobs that need the exact GGN come first. They compute the reference of all others, the covariance of the full
+    Laplace approximation for the drawn test inputs. It is kept on disk, so a resumed run need not compute it again. A
+    large network has no such reference: its posteriors are compared by their trace alone.
     """
 
     problem: Problem
@@ -74,7 +74,7 @@ class SeedRun:
     results: Results
     computed: Path
     unscored: TestSet | None = None  # test data that are not scored, where there are any
-    methods: Collection[str] = ()  # by their names in the results; without any, all
+    methods: Collection[str] = ()  # by their names in the results; empty: all
 
     @property
     def recipe(self) -> Recipe:
@@ -108,7 +108,7 @@ class SeedRun:
 
     @property
     def _has_temperature(self) -> bool:
-        """Whether there are data to fit a temperature on: a large network has no twin, for want of time."""
+        """Whether there are data to fit a temperature on: a large network has no twin, to save time."""
         return self.problem.noise_std is None and (not self.recipe.large or self.unscored is not None)
 
     def _job(self, dataset: str, name: str) -> Job:
@@ -160,7 +160,7 @@ class SeedRun:
         jacobians: Jacobians,
         cost_of_exact: Cost,
     ) -> None:
-        """P from the exact GGN and the given inputs; its cost includes that of the exact GGN."""
+        """Run the job with P from the exact GGN and the given inputs; its cost includes the cost of the exact GGN."""
         dims = self.recipe.dims(name)
         projection, cost = measured(lambda: optimal_projection(exact, jacobians, max(dims)))
         sweep = _sweep_of(name, reduced_posterior(problem, projection, exact), dims)
@@ -178,10 +178,10 @@ class SeedRun:
         exact: Exact | None,
         cost_of_exact: Cost | None,
     ) -> None:
-        """KFAC outside of the subspace. P is of the problem's type, all else of the recipe's."""
+        """Run the job with KFAC outside of the subspace. P has the problem's dtype, everything else the recipe's."""
         todo.say(f"{method.projector} from {method.inputs} inputs, {method.complement} outside")
         dims = self.recipe.compared_dims
-        cost = self._fits.curvature(KFAC)[1]  # that outside; or that which P is built from, so that it counts once
+        cost = self._fits.curvature(KFAC)[1]  # outside; P may share it, and then it counts once
         if needed := NEEDED_CURVATURE.get(method.projector):
             cost = self._fits.curvature(needed, problem)[1]
         projection, more = measured(lambda: complemented_projection(problem, method, max(dims)))
@@ -190,11 +190,11 @@ class SeedRun:
         cost = (cost if cost_of_exact is None else cost_of_exact.then(cost)).then(more)
         weights = {s: {"complement_weight": posterior.outside.weight} for s, posterior in posteriors.items()}
         job = self._complemented_job(method)
-        fit_of_pass = fit if exact is None else None  # else the GGN is there, and no pass shows its cost
+        fit_of_pass = fit if exact is None else None  # otherwise the GGN exists already, and no pass shows its cost
         self._finish(todo, job, self.test_sets[0], self.problem, sweep, cost, fit_of_pass, of_dims=weights)
 
     def reference(self, test_set: TestSet) -> Tensor | None:
-        """Σ of the full Laplace approximation for the drawn inputs, (nC, nC), if it was computed before."""
+        """Return Σ of the full Laplace approximation for the drawn inputs, (nC, nC), if it was computed before."""
         return references.kept(self.computed, self.recipe, test_set.name, self.problem.seed)
 
     # One posterior after the other
@@ -228,7 +228,7 @@ class SeedRun:
             self._certified(todo, main)
 
     def _facts_of_the_network(self) -> Scores:
-        """The share of dead parameters; σ and the error of regression, the accuracy of classification."""
+        """Return the share of dead parameters, σ and the error of regression, the accuracy of classification."""
         inputs, targets = self.problem.dataset.test_inputs, self.problem.dataset.test_targets
         outputs = outputs_of(self.problem.network, inputs)
         facts = {} if self.recipe.large else {"dead_percent": dead_percent(self.problem)}
@@ -241,7 +241,7 @@ class SeedRun:
         return facts | {"noise_std": self.problem.noise_std, "rmse": error}
 
     def _temperature(self, todo: "_Todo", test_set: TestSet) -> None:
-        """The network's outputs divided by the temperature that suits data which neither it nor the score has seen."""
+        """Score outputs divided by a temperature, fitted on data that neither the network nor the score has seen."""
         temperature, note = self._fitted_temperature
         probabilities = (outputs_of(self.problem.network, test_set.inputs).double() / temperature).softmax(1)
         scores = classification_scores(probabilities, test_set.targets) | {"temperature": temperature}
@@ -260,11 +260,11 @@ class SeedRun:
         return best_temperature(outputs_of(twin, inputs).double(), targets), note
 
     def _certified(self, todo: "_Todo", test_set: TestSet) -> None:
-        """The share of the full trace that lowrank-kfac captures: at least, and at most, as a larger s shows.
+        """Record the share of the full trace that lowrank-kfac captures, as limits from below and above.
 
-        Both are of the drawn inputs. With Σ of the full posterior between the bounds, Tr Σ_s over the trace of the
-        upper one is a lower limit; and as Tr Σ is no less than the trace at the largest s, the ratio of the two traces
-        is an upper one.
+        Both are of the drawn inputs. Σ of the full posterior lies between the bounds, so Tr Σ_s over the trace of the
+        upper bound is a lower limit. Tr Σ is no less than the trace at the largest s, so the ratio of these two traces
+        is an upper limit.
         """
         *_, largest = dims = self.recipe.certified_dims
         projection, cost = self._fits.projection("lowrank-kfac", largest)
@@ -316,7 +316,7 @@ class SeedRun:
     # Scores and rows
 
     def draw(self, test_set: TestSet) -> Tensor:
-        """The test inputs on which posteriors are compared with the full one; the same ones of every corruption."""
+        """Return the test inputs on which posteriors are compared with the full one; equal for every corruption."""
         return test_set.inputs[self._places_of_draw(test_set)]
 
     def _places_of_draw(self, test_set: TestSet) -> Tensor:
@@ -328,7 +328,7 @@ class SeedRun:
         return approximation_scores(problem, self.draw(test_set), sweep, reference)
 
     def _scores(self, test_set: TestSet, problem: Problem, sweeps: dict[str, Sweep]) -> dict[str, dict[int, Scores]]:
-        """All that is known of posteriors on a test set; of large networks, without the full one, only the trace."""
+        """Return all scores of posteriors on a test set; without the full posterior (large networks) only the trace."""
         if self.recipe.large:
             return predictive_scores(problem, test_set, sweeps, traced=self._places_of_draw(test_set))
         predictive = predictive_scores(problem, test_set, sweeps)
@@ -347,7 +347,7 @@ class SeedRun:
         extra: Scores | None = None,
         of_dims: dict[int, Scores] | None = None,
     ) -> None:
-        """Scores a posterior and writes its rows, with other numbers: `extra` do not depend on s, `of_dims` do."""
+        """Score a posterior and write its rows, with other numbers: `extra` do not depend on s, `of_dims` do."""
         name = job.projector
         scores = self._scores(test_set, problem, {name: sweep})[name]
         if (name, job.complement) in OWN_PRIOR and not self.recipe.large:
@@ -368,7 +368,7 @@ class SeedRun:
         self._write(todo, {job: scores}, cost, note)
 
     def _note(self, problem: Problem, corrupted: bool = False) -> str:
-        """The floating-point type, and what was cut."""
+        """Return the floating-point type, and what was cut."""
         note = str(problem.dtype).removeprefix("torch.")
         if self.recipe.large:
             note += f"; at most {self.recipe.direction_tolerance:g} of the output Hessians' trace dropped"
@@ -389,7 +389,7 @@ class SeedRun:
 
 @dataclass
 class _Todo:
-    """The jobs that are left, and the bar that shows them."""
+    """The remaining jobs, and the bar that shows them."""
 
     jobs: list[Job]
     progress: "tqdm[Any]"

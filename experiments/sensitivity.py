@@ -14,7 +14,10 @@ HEAT_MAP_SHAPE = (64, 512)  # test inputs × groups of parameters
 
 
 def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
-    """|∂f/∂θ| of every input and parameter, averaged over the outputs: (n, p). Zero only where all outputs' are."""
+    """Return |∂f/∂θ| of every input and parameter, averaged over the outputs: (n, p).
+
+    It is zero only where the derivatives of all outputs are.
+    """
     return torch.cat(
         [
             jacobian.dense_rows().view(jacobian.num_inputs, jacobian.num_rows, -1).abs().mean(1)
@@ -24,7 +27,7 @@ def sensitivities(problem: Problem, inputs: Tensor) -> Tensor:
 
 
 def dead_percent(problem: Problem) -> float:
-    """The share of parameters on which no output of up to `DEAD_PARAMETER_INPUTS` training inputs depends."""
+    """Return the percentage of dead parameters, on which no output of the drawn training inputs depends."""
     inputs = problem.dataset.train_inputs
     count = min(DEAD_PARAMETER_INPUTS, len(inputs))
     chosen = drawn(len(inputs), count, problem.seed, "dead parameters")
@@ -33,8 +36,10 @@ def dead_percent(problem: Problem) -> float:
 
 
 def keep_heat_map(path: Path, values: Tensor) -> None:
-    """Writes the mean sensitivity of every parameter, descending, and the sensitivities of inputs in that order,
-    averaged over groups of neighbouring parameters."""
+    """Write the mean sensitivity of every parameter, descending, and the sensitivities of inputs in this order.
+
+    The sensitivities of inputs are averaged over groups of neighbouring parameters.
+    """
     mean, order = values.mean(0).sort(descending=True)
     groups = values[:, order].tensor_split(HEAT_MAP_SHAPE[1], dim=1)
     heat_map = torch.stack([group.mean(1) for group in groups], dim=1)

@@ -15,19 +15,19 @@ UnderPriors = Callable[[Jacobian], Iterator[tuple[tuple[int, float], Tensor]]]
 
 
 class Sweep(Protocol):
-    """Covariances of outputs for every one of `dims`, in float64, from one product with the Jacobian."""
+    """Covariances of outputs for each of `dims`, in float64, from one product with the Jacobian."""
 
     @property
     def dims(self) -> list[int]: ...
 
     def covariances(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        """For each s the covariance of every input: (n, C, C)."""
+        """Return for each s the covariance of every input: (n, C, C)."""
 
     def joint_covariances(self, jacobians: Jacobians) -> Iterator[Tensor]:
-        """For each s the covariance over all inputs together: (nC, nC)."""
+        """Return for each s the covariance over all inputs together: (nC, nC)."""
 
     def under(self, pairs: Sequence[tuple[int, float]]) -> "UnderPriors":
-        """For each of some pairs of s and λ the covariance of every input, P as it is: (n, C, C)."""
+        """Return for each of some pairs of s and λ the covariance of every input, with the same P: (n, C, C)."""
 
 
 @dataclass(frozen=True)
@@ -130,5 +130,5 @@ def _covariances_of(posteriors: Mapping[tuple[int, float], Posterior]) -> UnderP
 
 
 def capped(dims: list[int], rank: int) -> list[int]:
-    """The grid of dimensions without those above the rank that was found, which takes their place."""
+    """Return the grid of dimensions up to the rank that was found; the rank replaces larger dimensions."""
     return sorted({min(s, rank) for s in dims})

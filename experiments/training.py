@@ -1,4 +1,4 @@
-"""Trains the MAP networks, deterministically for a seed, resumably, and keeps their weights on disk."""
+"""Training of the MAP networks: deterministic for a seed, resumable, with the weights kept on disk."""
 
 import os
 import time
@@ -25,9 +25,9 @@ SECONDS_BETWEEN_CHECKPOINTS = 5.0
 
 
 def trained_network(recipe: Recipe, dataset: Dataset, seed: int, folder: Path = WEIGHTS) -> nn.Module:
-    """θ̂ of a seed in eval mode: from disk if this recipe trained it before, else trained and kept.
+    """Return the network of a seed at θ̂ in eval mode: from disk if this recipe trained it, else trained and kept.
 
-    An interrupted training goes on from its last checkpoint and gives the same weights as one that ran through. A
+    An interrupted training continues from its last checkpoint and gives the same weights as an uninterrupted one. A
     network of no epochs comes trained. Scales and shifts of batch normalisation are fixed, as in the paper.
     """
     network = initial_network(recipe.network, seed)
@@ -61,7 +61,7 @@ def _weights_path(recipe: Recipe, seed: int, folder: Path) -> Path:
 
 
 def held_out(dataset: Dataset) -> tuple[Dataset, Tensor, Tensor]:
-    """The data set without a twelfth of its training data, and the inputs and targets of that twelfth."""
+    """Return the data set without a twelfth of its training data, and the inputs and targets of this twelfth."""
     kept = len(dataset.train_inputs) - len(dataset.train_inputs) // 12
     order = torch.from_numpy(np.random.default_rng(42).permutation(len(dataset.train_inputs)))
     inputs, targets = dataset.train_inputs[order], dataset.train_targets[order]
@@ -70,14 +70,14 @@ def held_out(dataset: Dataset) -> tuple[Dataset, Tensor, Tensor]:
 
 
 def initial_network(name: str, seed: int) -> nn.Module:
-    """The named network with the random weights of a seed; the global random state stays as it is."""
+    """Build the named network with the random weights of a seed; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return NETWORKS[name]()
 
 
 def _kept_weights(path: Path, fingerprint: str) -> dict[str, Tensor] | None:
-    """Weights that this recipe trained; None if there are none or another recipe trained them."""
+    """Return weights that this recipe trained; None if there are none or another recipe trained them."""
     if not path.exists():
         return None
     with safe_open(path, "pt") as file:
@@ -125,7 +125,7 @@ def _train(network: nn.Module, recipe: Recipe, dataset: Dataset, seed: int, chec
 
 
 def _keep(path: Path, fingerprint: str, network: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Writes the state of a training so that the file is whole at any moment."""
+    """Write the state of a training so that the file is complete at any moment."""
     state = {"fingerprint": fingerprint, "epoch": epoch, "network": network.state_dict()}
     partial = path.with_suffix(".checkpoint.partial")
     torch.save({**state, "optimizer": optimizer.state_dict()}, partial)
@@ -133,7 +133,7 @@ def _keep(path: Path, fingerprint: str, network: nn.Module, optimizer: torch.opt
 
 
 def _resume(path: Path, fingerprint: str, network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The epoch to go on with; 0 without a checkpoint of this recipe."""
+    """Return the epoch to continue with; 0 without a checkpoint of this recipe."""
     if not path.exists():
         return 0
     state: dict[str, Any] = torch.load(path, weights_only=True)

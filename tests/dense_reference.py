@@ -105,3 +105,15 @@ def laplace_evidence(log_likelihood: Tensor, ggn: Tensor, model: nn.Module, prio
     s = len(ggn)
     determinant = torch.logdet(ggn + prior * torch.eye(s, dtype=torch.float64))
     return log_likelihood - 0.5 * prior * squared_norm + 0.5 * (s * prior.log() - determinant)
+
+
+def pairwise_probabilities(outputs: Tensor, variance: Tensor) -> Tensor:
+    """The mean-field approximation to the mean of softmax, class by class."""
+    n, C = outputs.shape
+    found = torch.zeros_like(outputs)
+    for i in range(n):
+        for k in range(C):
+            spreads = [1 + torch.pi / 8 * (variance[i, j] + variance[i, k]) for j in range(C)]
+            odds = [torch.exp((outputs[i, j] - outputs[i, k]) / spreads[j].sqrt()) for j in range(C) if j != k]
+            found[i, k] = 1 / (1 + sum(odds))
+    return found / found.sum(1, keepdim=True)

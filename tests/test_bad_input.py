@@ -200,7 +200,8 @@ def test_the_noise_of_a_likelihood_object_is_kept():
 def test_a_likelihood_object_and_its_name_give_the_same_posterior():
     model = sensitive()
     x = data()[0]
-    assert torch.equal(SubspaceLaplace.paper(model, Categorical(), dim=4).fit(batches())(x), fitted(model)(x))
+    la = SubspaceLaplace.paper(model, Categorical(link="probit"), dim=4).fit(batches())
+    assert torch.equal(la(x), fitted(model)(x))
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -732,11 +733,11 @@ def test_what_does_not_change_the_function_may_change_after_the_fit():
     assert la.num_parameters == 12 + 6 + 35 + 18
 
 
-@pytest.mark.parametrize("link", ["softmax", "", None])
+@pytest.mark.parametrize("link", ["softmax", ""])
 def test_an_unknown_link_is_refused_with_those_that_exist(link):
     model = sensitive()
     la = fitted(model)
-    with refused(model, ValueError, "link", "probit", "mc", "bridge"):
+    with refused(model, ValueError, "link", "pairwise", "probit", "mc", "bridge"):
         la(X, link=link)
 
 

@@ -4,14 +4,25 @@ import copy
 
 import pytest
 import torch
-from dense_reference import dense_outputs, full_covariance
+from dense_reference import dense_outputs, full_covariance, pairwise_probabilities
 from networks import NETWORKS, make
 from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
-from sublaplace import Bernoulli, Captured, Complement, Drawn, Gaussian, Perturbed, Resources, SubspaceLaplace, low_rank
+from sublaplace import (
+    Bernoulli,
+    Captured,
+    Categorical,
+    Complement,
+    Drawn,
+    Gaussian,
+    Perturbed,
+    Resources,
+    SubspaceLaplace,
+    low_rank,
+)
 from sublaplace.data.subspace_inputs import perturbed
-from sublaplace.model.likelihoods.links import probit, probit_interval, sigmoid_interval
+from sublaplace.model.likelihoods.links import pairwise_interval, probit, probit_interval, sigmoid_interval
 
 
 def blocks(joint, count):
@@ -191,11 +202,12 @@ def test_bounds_are_a_pair_with_names():
 # Probabilities --------------------------------------------------------------------------------------------------------
 
 
-def test_the_probability_of_the_full_approximation_lies_in_its_interval():
+@pytest.mark.parametrize(("link", "reference"), [("pairwise", pairwise_probabilities), ("probit", probit)])
+def test_the_probability_of_the_full_approximation_lies_in_its_interval(link, reference):
     problem = Problem("paper-cnn", "classification")
-    bounds = problem.fit(dim=8).bounds(problem.new)
+    bounds = problem.fit(dim=8, likelihood=Categorical(link=link)).bounds(problem.new)
     full = blocks(full_covariance(problem.jacobian, problem.precision), 4)
-    probabilities = probit(dense_outputs(problem.model, problem.new), full.diagonal(dim1=1, dim2=2))
+    probabilities = reference(dense_outputs(problem.model, problem.new), full.diagonal(dim1=1, dim2=2))
     lower, upper = bounds.probabilities
     assert (lower <= probabilities + 1e-12).all() and (probabilities <= upper + 1e-12).all()
     assert (upper > lower).all()
@@ -216,6 +228,22 @@ def test_the_ends_of_an_interval_are_the_extremes_of_the_corners(interval):
     found = interval(outputs, lower, upper)
     assert torch.allclose(found.lower, torch.stack(tried).amin(0))
     assert torch.allclose(found.upper, torch.stack(tried).amax(0))
+
+
+def test_pairwise_probabilities_lie_in_their_interval_at_every_variance_inside():
+    generator = torch.Generator().manual_seed(0)
+    outputs = 3 * torch.randn(6, 3, generator=generator).double()
+    lower = torch.rand(6, 3, generator=generator).double()
+    upper = lower + 5 * torch.rand(6, 3, generator=generator).double()
+    found = pairwise_interval(outputs, lower, upper)
+    assert (found.upper < 1).all() and (found.lower > 0).all()
+    for _ in range(200):
+        variance = lower + (upper - lower) * torch.rand(6, 3, generator=generator).double().round(decimals=1)
+        probabilities = pairwise_probabilities(outputs, variance)
+        assert (found.lower <= probabilities + 1e-12).all() and (probabilities <= found.upper + 1e-12).all()
+    many = torch.randn(2, 1001, generator=generator).double()
+    ends = pairwise_interval(many, many.square(), 2 * many.square())
+    assert all(map(torch.equal, ends, probit_interval(many, many.square(), 2 * many.square())))
 
 
 def test_yes_no_outputs_have_intervals_as_well():

@@ -12,7 +12,7 @@ from networks import make
 from test_laplace import labels
 from torch import distributed as group
 from torch import multiprocessing
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from sublaplace import Complement, Drawn, Gaussian, SubspaceLaplace
 from sublaplace.runtime.distributed import Ranks, Share
@@ -121,6 +121,9 @@ def test_noise_is_estimated_from_the_residuals_of_all_ranks(tmp_path):
         assert torch.allclose(found[1], expected[1])
 
 
+COMPARED = {COUNT * k // 8 for k in range(8)} | {COUNT - 1}  # read by every rank, to see that all have the same data
+
+
 class Watched(Dataset):
     """A data set that remembers which of its items were read."""
 
@@ -142,10 +145,10 @@ def items_read():
     return watched.read
 
 
-def test_each_rank_reads_its_share_alone(tmp_path):
+def test_each_rank_reads_its_share_alone_but_for_a_few_items_that_are_compared(tmp_path):
     first, second = on_ranks(2, tmp_path, items_read)
     assert first | second == set(range(COUNT))
-    assert not first & second
+    assert first & second == COMPARED
 
 
 class Mappings(Watched):
@@ -171,7 +174,7 @@ def test_mappings_with_labels_under_another_key_are_shared_out_as_well(tmp_path)
     assert torch.allclose(first, expected)
     assert torch.allclose(second, expected)
     assert read | others == everything
-    assert not read & others
+    assert read & others == COMPARED
 
 
 def fit_of_a_list():
@@ -202,7 +205,7 @@ def fit_of_own_shares(settings):
     return {"covariance": la.functional_covariance(inputs[:5]), "evidence": la.log_marginal_likelihood().detach()}
 
 
-OWN_SHARES = [(name, 2) for name in SETTINGS if name != "subset-swag"] + [("lowrank-kfac", 3)]
+OWN_SHARES = [(name, 2) for name in SETTINGS if name != "subset-swag"] + [("lowrank-kfac", 4)]
 
 
 @pytest.mark.parametrize(("name", "size"), OWN_SHARES)
@@ -225,6 +228,160 @@ def test_a_share_in_a_single_process_is_refused():
     model, inputs, targets = problem("mlp")
     with pytest.raises(ValueError, match="sharded=True has no effect in a single process"):
         SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets), sharded=True)
+
+
+def sampled(inputs, targets, **options):
+    data = TensorDataset(inputs, targets)
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **options))
+
+
+def sampled_in_batches(inputs, targets):
+    data = TensorDataset(inputs, targets)
+    return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data), 2, drop_last=True))
+
+
+SAMPLED = {
+    "padding": sampled,
+    "shuffling": lambda inputs, targets: sampled(inputs, targets, shuffle=True),
+    "dropping": lambda inputs, targets: sampled(inputs, targets, drop_last=True),
+    "batches": sampled_in_batches,
+}
+
+
+def fit_of_sampled(name, settings, sharded=False):
+    model, inputs, targets = problem()
+    la = SubspaceLaplace(model, "classification", **{"complement": None, "prior_precision": 1.0} | settings)
+    alone = Ranks.current().size == 1
+    data = data_of(inputs, targets) if alone else SAMPLED[name](inputs, targets)
+    la.fit(data, sharded=sharded and not alone)
+    return {"covariance": la.functional_covariance(inputs[:5]), "evidence": la.log_marginal_likelihood().detach()}
+
+
+SAMPLED_CASES = [
+    ("padding", "lowrank-kfac", 2, False),
+    ("padding", "full", 4, False),
+    ("padding", "kfac outside", 2, True),
+]
+SAMPLED_CASES += [(name, "lowrank-kfac", 4, False) for name in ("shuffling", "dropping", "batches")]
+
+
+@pytest.mark.parametrize(("sampler", "name", "size", "sharded"), SAMPLED_CASES)
+def test_loaders_with_a_distributed_sampler_give_the_posterior_of_a_single_process(
+    sampler, name, size, sharded, tmp_path
+):
+    settings = {"projector": name} | SETTINGS[name]
+    expected = fit_of_sampled(sampler, settings)
+    for found in on_ranks(size, tmp_path, fit_of_sampled, sampler, settings, sharded):
+        assert not isinstance(found, str), found
+        for key, value in expected.items():
+            assert torch.allclose(found[key], value, rtol=1e-8, atol=1e-10), key
+
+
+def test_a_distributed_sampler_without_a_process_group_is_refused():
+    model, inputs, targets = problem("mlp")
+    sampler = DistributedSampler(inputs, num_replicas=2, rank=0)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=2, sampler=sampler)
+    with pytest.raises(ValueError, match="DistributedSampler for 2 ranks, but there is no process group"):
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(loader)
+
+
+# Ranks that disagree --------------------------------------------------------------------------------------------------
+
+
+def of_rank(one, other):
+    return one if Ranks.current().rank == 0 else other
+
+
+def other_halves(model, inputs, targets):
+    half = of_rank(slice(0, 12), slice(11, 23))
+    return SubspaceLaplace.paper(model, "classification", dim=4), data_of(inputs[half], targets[half])
+
+
+def other_counts(model, inputs, targets):
+    few = of_rank(COUNT, 19)
+    return SubspaceLaplace.paper(model, "classification", dim=4), data_of(inputs[:few], targets[:few])
+
+
+def other_lengths_of_iterables(model, inputs, targets):
+    few = of_rank(COUNT, 19)
+
+    class Unsized:
+        def __iter__(self):
+            return iter(list(zip(inputs[:few].split(2), targets[:few].split(2), strict=True)))
+
+    return SubspaceLaplace.paper(model, "classification", dim=4), Unsized()
+
+
+def other_weights(model, inputs, targets):
+    weights = torch.full((COUNT,), of_rank(1.0, 2.0))
+    data = DataLoader(TensorDataset(inputs, targets, weights), batch_size=2)
+    return SubspaceLaplace.paper(model, "classification", dim=4), data
+
+
+def other_prior(model, inputs, targets):
+    la = SubspaceLaplace.paper(model, "classification", dim=4, prior_precision=of_rank(1.0, 2.0))
+    return la, data_of(inputs, targets)
+
+
+def other_dim(model, inputs, targets):
+    return SubspaceLaplace.paper(model, "classification", dim=of_rank(4, 5)), data_of(inputs, targets)
+
+
+def other_model(model, inputs, targets):
+    with torch.no_grad():
+        model[0].weight += of_rank(0.0, 1e-6)
+    return SubspaceLaplace.paper(model, "classification", dim=4), data_of(inputs, targets)
+
+
+def other_subspace_inputs(model, inputs, targets):
+    la = SubspaceLaplace.paper(model, "classification", dim=4, subspace_inputs=inputs[:6] + of_rank(0.0, 0.1))
+    return la, data_of(inputs, targets)
+
+
+DISAGREEMENTS = [
+    (other_halves, "training data"),
+    (other_counts, "training data"),
+    (other_lengths_of_iterables, "number of inputs"),
+    (other_weights, "training data"),
+    (other_prior, "settings"),
+    (other_dim, "settings"),
+    (other_model, "model"),
+    (other_subspace_inputs, "subspace_inputs"),
+]
+
+
+def fit_in_disagreement(prepare):
+    la, data = prepare(*problem("mlp"))
+    la.fit(data)
+
+
+@pytest.mark.parametrize(("prepare", "subject"), DISAGREEMENTS, ids=lambda value: getattr(value, "__name__", None))
+def test_ranks_that_disagree_are_told_before_the_work(prepare, subject, tmp_path):
+    for outcome in on_ranks(2, tmp_path, fit_in_disagreement, prepare):
+        assert outcome.startswith("ValueError")
+        assert subject in outcome
+        assert "on rank 1 is not the same as on rank 0" in outcome
+
+
+def fit_with_other_validation_data():
+    model, inputs, targets = problem("mlp")
+    others = inputs + of_rank(0.0, 0.1)
+    SubspaceLaplace(model, "classification", dim=4).fit(data_of(inputs, targets), data_of(others, targets))
+
+
+def test_ranks_with_other_validation_data_are_told(tmp_path):
+    for outcome in on_ranks(2, tmp_path, fit_with_other_validation_data):
+        assert "validation data on rank 1 is not the same" in outcome
+
+
+def fit_of_the_same_share():
+    model, inputs, targets = problem("mlp")
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets), sharded=True)
+
+
+def test_shares_that_are_all_the_same_are_refused(tmp_path):
+    for outcome in on_ranks(2, tmp_path, fit_of_the_same_share):
+        assert "some ranks have the same data" in outcome
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
@@ -275,17 +432,13 @@ def shuffling(data):
     return DataLoader(data, batch_size=2, shuffle=True)
 
 
-def sampling(data):
-    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
-
-
 def one_batch(data):
     return DataLoader(data, batch_size=100)
 
 
 @pytest.mark.parametrize(
     ("loader_of", "words"),
-    [(shuffling, "shuffle=False"), (sampling, "DistributedSampler"), (one_batch, "fewer batches")],
+    [(shuffling, "shuffle=False"), (one_batch, "fewer batches")],
 )
 def test_loaders_that_cannot_be_shared_out_are_refused(loader_of, words, tmp_path):
     for outcome in on_ranks(2, tmp_path, fit_with, loader_of):

@@ -13,6 +13,7 @@ from sensitive import untouched
 from test_laplace import loader
 
 from sublaplace import Bernoulli, Categorical, Gaussian, Likelihood, SubspaceLaplace, metrics
+from sublaplace.evaluation import COLUMNS
 
 TRAIN, TEST = slice(0, 40), slice(40, 75)
 PRIOR = 0.5
@@ -211,10 +212,20 @@ def test_a_missing_label_does_not_take_the_others_of_its_input_with_it():
 # Words and pictures
 
 
+def test_every_score_has_a_title():
+    scores = [
+        list(evaluated(fitted(model, kind, inputs, targets), inputs, targets).posterior.scores)
+        for kind in ("classification", "regression")
+        for model, inputs, targets in [problem(kind)]
+    ]
+    assert {name for names in scores for name in names} == set(COLUMNS)
+
+
 def test_the_table_shows_both_and_a_verdict():
     model, inputs, targets = problem("classification")
     found = evaluated(fitted(model, "classification", inputs, targets), inputs, targets)
     lines = str(found).splitlines()
+    assert repr(found) == str(found)  # as a notebook shows it
     assert lines[0].split() == ["NLL", "accuracy", "ECE", "Brier"]
     assert lines[1].startswith("plain network") and lines[2].startswith("posterior")
     for line, judged in ((lines[1], found.plain), (lines[2], found.posterior)):
@@ -261,6 +272,11 @@ def test_the_picture_shows_both_curves(kind, words):
         assert list(lines[title].get_xdata()) == judged.curve[0].tolist()
         assert list(lines[title].get_ydata()) == judged.curve[1].tolist()
     assert words[0] in axes.get_xlabel() and words[1] in axes.get_ylabel()
+    if kind == "classification":
+        for judged, markers in zip((found.plain, found.posterior), axes.collections, strict=True):
+            areas = torch.tensor(markers.get_sizes())
+            assert int(judged.counts.sum()) == found.num_inputs
+            assert torch.allclose(areas.double() / areas.sum(), judged.counts.double() / found.num_inputs)
     axes.figure.canvas.draw()
     _, own = plt.subplots()
     assert found.plot(own) is own

@@ -258,6 +258,51 @@ def test_what_an_own_projector_does_not_use_is_refused():
         SubspaceLaplace.paper(model, "classification", projector="my-random-directions", subspace_inputs=inputs)
 
 
+@pytest.mark.parametrize("needs_inputs", [True, False])
+def test_whether_a_projector_needs_inputs_decides_what_auto_stands_for(needs_inputs):
+    own = sublaplace.Projector("my-directions", random_directions.build, needs_inputs=needs_inputs)
+    model, inputs, targets = classification()
+    la = SubspaceLaplace(model, "classification", 5, projector=own).fit(loader(inputs, targets))
+    assert ("my-directions + kfac outside" in repr(la)) is needs_inputs
+    assert ("(by leave-one-out" in la.summary()) is needs_inputs
+    assert ("(by the evidence of KFAC)" in la.summary()) is not needs_inputs
+    model, inputs, targets = counts_problem(40)
+    la = SubspaceLaplace(model, "poisson", 5, projector=own).fit(loader(inputs, targets))
+    assert (la.complement_weight == 1.0) is needs_inputs
+    assert "(by the evidence of KFAC)" in la.summary()
+
+
+@pytest.mark.parametrize("outside", [None, "auto"])
+def test_only_the_span_of_an_own_projection_matters(outside):
+    model, inputs, targets = classification()
+    mixing = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 3 * torch.eye(5)
+
+    def mixed(context):
+        basis = random_directions(context)
+        return Basis(basis.layout, {name: mixing @ part for name, part in basis.vectors.items()})
+
+    one, other = (
+        SubspaceLaplace(model, "classification", 5, projector=own, complement=outside).fit(
+            loader(inputs, targets), loader(inputs + 0.1, targets)
+        )
+        for own in (lambda context: random_directions(context), mixed)
+    )
+    assert other.prior_precision == pytest.approx(one.prior_precision, rel=1e-6)
+    assert close(other.functional_covariance(inputs), one.functional_covariance(inputs), 1e-6)
+    before, after = (
+        SubspaceLaplace(model, "classification", 5, projector=own, complement=outside).fit(loader(inputs, targets))
+        for own in (lambda context: random_directions(context), mixed)
+    )
+    assert after.prior_precision == pytest.approx(before.prior_precision, rel=1e-6)
+
+
+def test_a_projector_that_returns_no_projection_is_refused():
+    model, inputs, targets = classification()
+    la = SubspaceLaplace.paper(model, "classification", 5, projector=lambda context: torch.eye(5))
+    with pytest.raises(TypeError, match=r"must return a projection, a Basis or a Subset, not Tensor"):
+        la.fit(loader(inputs, targets))
+
+
 class Killed(Exception):  # noqa: N818 (it is no error, but a kill)
     pass
 

@@ -15,7 +15,7 @@ from dense_reference import (
 from networks import NETWORKS, make
 from torch import nn
 
-from sublaplace import PROJECTORS, Resources, SubspaceLaplace
+from sublaplace import PROJECTORS, Categorical, Gaussian, Resources, SubspaceLaplace
 from sublaplace.data.batches import num_inputs, select
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -232,6 +232,32 @@ def test_parameters_that_have_changed_places_are_noticed():
         last.copy_(last.flip(0))
     with pytest.raises(RuntimeError, match="have changed since fit"):
         la(inputs)
+
+
+def test_the_summary_tells_where_there_are_fewer_dimensions_than_asked_for():
+    model, inputs = make("mlp", 8)
+    data = loader(inputs, labels(model, inputs))
+    la = SubspaceLaplace(model, "classification", prior_precision=1.0).fit(data)
+    assert la.dim < 100
+    assert f"{la.dim} (the default is 100, but P has rank {la.dim})" in la.summary()
+    assert "the default is" in la.with_prior(3.0).summary()
+    assert "the default is" not in la.truncated(3).summary()
+    with pytest.warns(UserWarning, match="dim=50 is above"):
+        la = SubspaceLaplace(model, "classification", 50, prior_precision=1.0).fit(data)
+    assert f"{la.dim} (asked for: 50, but P has rank {la.dim})" in la.summary()
+    for options in ({"dim": 5}, {"projector": "last-layer"}):
+        la = SubspaceLaplace(model, "classification", **options, prior_precision=1.0).fit(data)
+        assert "but P has" not in la.summary()
+
+
+def test_the_likelihood_has_the_noise_in_use():
+    model, inputs = make("mlp", 12)
+    targets = model(inputs).detach() + 0.1
+    la = SubspaceLaplace(model, "regression", 4)
+    assert la.likelihood == Gaussian() and la.likelihood.noise_std is None
+    la.fit(loader(inputs, targets))
+    assert la.likelihood.noise_std == la.noise_std == pytest.approx(0.1)
+    assert SubspaceLaplace(model, Categorical(ignore_index=-1)).likelihood == Categorical(ignore_index=-1)
 
 
 def test_the_summary_tells_the_captured_share_where_it_is_known():

@@ -6,7 +6,7 @@ from math import log10, pi
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import dense_jacobian, dense_outputs
+from dense_reference import dense_jacobian, dense_outputs, pairwise_probabilities
 from networks import make
 from test_laplace import loader
 
@@ -134,7 +134,9 @@ def test_a_start_elsewhere_leads_to_the_same_mode():
     assert data.loss(one.coordinates, 0.5) == pytest.approx(data.loss(other.coordinates, 0.5), rel=1e-6)
 
 
-def probit_densities(kind, outputs, variance, targets):
+def predictive_densities(kind, outputs, variance, targets):
+    if kind == "classification":
+        return pairwise_probabilities(outputs, variance).gather(1, targets[:, None])[:, 0].log()
     return log_likelihoods(kind, outputs / (1 + pi / 8 * variance).sqrt(), targets)
 
 
@@ -158,7 +160,7 @@ def newton_without_one(kind, data, prior, copies=1.0):
         moved = mu - torch.linalg.solve(hessian, step)
         variance = (data.rows[i] @ torch.linalg.solve(hessian, data.rows[i].T)).diagonal()
         outputs = (data.outputs[i] + data.rows[i] @ moved)[None]
-        losses.append(float(probit_densities(kind, outputs, variance[None], data.targets[i : i + 1])))
+        losses.append(float(predictive_densities(kind, outputs, variance[None], data.targets[i : i + 1])))
     return -sum(losses) / len(losses)
 
 
@@ -199,7 +201,7 @@ def test_it_is_what_really_leaving_out_gives(kind):
         )
         A = hessian + prior * torch.eye(len(mu)).double()
         variance = (data.rows[i] @ torch.linalg.solve(A, data.rows[i].T)).diagonal()
-        losses.append(float(probit_densities(kind, outputs[i : i + 1], variance[None], targets[i : i + 1])))
+        losses.append(float(predictive_densities(kind, outputs[i : i + 1], variance[None], targets[i : i + 1])))
     expected = -sum(losses) / len(losses)
     found = data.left_out(data.refitted(prior))
     seen = -float(log_likelihoods(kind, data.refitted(prior).outputs, targets).mean())
@@ -288,9 +290,8 @@ def test_an_input_of_little_weight_is_taken_out_with_its_weight():
         assert torch.linalg.eigvalsh(A)[0] > 0
         covariance = rows[i] @ torch.linalg.solve(A, rows[i].T)
         outputs = state.outputs[i] - covariance @ state.gradients[i] / 16
-        losses.append(
-            float(probit_densities("classification", outputs[None], covariance.diagonal()[None], targets[i : i + 1]))
-        )
+        variance = covariance.diagonal()[None]
+        losses.append(float(predictive_densities("classification", outputs[None], variance, targets[i : i + 1])))
     assert data.left_out(state) == pytest.approx(-sum(losses) / 24, rel=1e-9)
 
 
@@ -425,15 +426,21 @@ def test_a_large_variance_outside_asks_for_a_larger_prior_precision(monkeypatch)
     alone = fitted(model, "classification", inputs, targets)
     data = dense_data(model, inputs, targets, alone)
     plain = prior_by_leave_one_out(data)
-    most = 1.0  # two classes never lose four times as much
-    monkeypatch.setattr(leave_one_out, "MOST_LOSS", most)
     priors = 10.0 ** torch.tensor(LOG_PRIORS, dtype=torch.float64)
     shape = dense_outputs(model, inputs).shape
-    little, much = ((size / priors)[:, None, None].expand(-1, *shape) for size in (1e-9, 1e7))
+    little, much = ((size / priors)[:, None, None].expand(-1, *shape) for size in (1e-9, 3e5))
     assert prior_by_leave_one_out(data, little) == pytest.approx(OUTSIDE_FACTOR * plain, rel=1e-12)
-    with pytest.warns(UserWarning, match="cannot choose λ well for this network"):
+    left_out = min(data.left_out(data.refitted(float(prior))) for prior in priors)
+
+    def assert_least(found, variances, most):
+        at = [data.kept(variance) for variance in variances]
+        assert at[LOG_PRIORS.index(log10(found))] <= most < at[LOG_PRIORS.index(log10(found)) + 1]
+
+    with pytest.warns(UserWarning, match="cannot choose λ for this network"):
         found = prior_by_leave_one_out(data, much)
-    assert found > 30 * OUTSIDE_FACTOR * plain
-    most *= min(data.left_out(data.refitted(float(prior))) for prior in priors)
-    at = [data.kept(variance) for variance in much]
-    assert at[LOG_PRIORS.index(log10(found))] <= most < at[LOG_PRIORS.index(log10(found)) + 1]
+    assert found > leave_one_out.FAR * OUTSIDE_FACTOR * plain
+    assert_least(found, much, data.kept(torch.zeros(shape).double()) + leave_one_out.CAUTIOUS_SHARE * left_out)
+    monkeypatch.setattr(leave_one_out, "FAR", 1e9)
+    found = prior_by_leave_one_out(data, much)
+    assert found > OUTSIDE_FACTOR * plain
+    assert_least(found, much, left_out)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from dense_reference import softmax_hessians
+from dense_reference import pairwise_probabilities, softmax_hessians
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from sublaplace.model.likelihoods.base import significant
@@ -172,10 +172,31 @@ def test_divergences_of_regression_are_those_of_gaussians_with_noise(noise):
     torch.testing.assert_close(found, kl_divergence(p, q))
 
 
-def test_divergences_of_classification_are_those_of_probit_probabilities():
+@pytest.mark.parametrize(("link", "reference"), [("pairwise", pairwise_probabilities), ("probit", probit)])
+def test_divergences_of_classification_are_those_of_its_probabilities(link, reference):
     outputs, one, other = logits(4), covariances(6, 4, 1), covariances(6, 4, 2)
-    p, q = (torch.distributions.Categorical(probit(outputs, each.diagonal(dim1=1, dim2=2))) for each in (one, other))
-    torch.testing.assert_close(Categorical().predictive_divergences(outputs, one, other), kl_divergence(p, q))
+    p, q = (torch.distributions.Categorical(reference(outputs, each.diagonal(dim1=1, dim2=2))) for each in (one, other))
+    found = Categorical(link=link).predictive_divergences(outputs, one, other)
+    torch.testing.assert_close(found, kl_divergence(p, q))
+
+
+@pytest.mark.parametrize(("link", "reference"), [("pairwise", pairwise_probabilities), ("probit", probit)])
+def test_the_link_of_a_likelihood_is_that_of_its_densities_probabilities_and_intervals(link, reference):
+    outputs, covariance = logits(4), covariances(6, 4, 1)
+    targets, variance = torch.arange(6) % 4, covariance.diagonal(dim1=1, dim2=2)
+    likelihood, expected = Categorical(link=link), reference(outputs, variance)
+    assert likelihood.default_link == link
+    for spread in (covariance, variance):
+        found = likelihood.log_predictive(outputs, spread, targets)
+        torch.testing.assert_close(found, expected.gather(1, targets[:, None])[:, 0].log())
+    interval = likelihood.probability_interval(outputs, variance, variance)
+    torch.testing.assert_close(interval.lower, expected)
+    torch.testing.assert_close(interval.upper, expected)
+
+
+def test_a_likelihood_has_no_link_that_needs_covariances():
+    with pytest.raises(ValueError, match=r"'pairwise' or 'probit', not 'mc'.*predict\(x, link='mc'\)"):
+        Categorical(link="mc")
 
 
 def test_divergences_of_yes_and_no_are_summed_over_the_outputs():

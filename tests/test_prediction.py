@@ -5,7 +5,7 @@ from math import log, pi
 import numpy as np
 import pytest
 import torch
-from dense_reference import dense_outputs
+from dense_reference import dense_outputs, pairwise_probabilities
 from networks import make, mlp
 from test_laplace import labels, loader
 
@@ -52,6 +52,18 @@ def made(likelihood, mean, covariance, **options):
     """A prediction from nothing but numbers."""
     uncertainty = Covariance(covariance.diagonal(dim1=1, dim2=2), lambda: covariance)
     return Prediction(mean, likelihood, uncertainty, **options)
+
+
+def test_its_text_tells_shapes_and_computes_nothing():
+    la, inputs = fitted("classification")
+    found = la.predict(inputs)
+    text = "Prediction(classification, link='probit', mean (20, 2), variance (20, 2), covariance not formed yet)"
+    assert repr(found) == text and not found.uncertainty.is_formed and "probabilities" not in vars(found)
+    _ = found.covariance
+    assert repr(found) == text.replace("not formed yet", "formed")
+    assert "link='mc'" in repr(la.predict(inputs, "mc")) and "covariance formed" in repr(la.predict(inputs, "mc"))
+    la, inputs = fitted("regression")
+    assert repr(la.predict(inputs)).startswith("Prediction(regression, mean (20, 2), variance")
 
 
 def gaussians(n=6, C=3, scale=1.0, seed=0):
@@ -190,7 +202,7 @@ def test_what_has_no_interval_or_no_probabilities_says_so():
 
 @pytest.mark.parametrize("complement", [None, "kfac"])
 @pytest.mark.parametrize("kind", ["classification", "multi-label"])
-def test_probit_probabilities_and_variances_need_no_covariance(kind, complement, monkeypatch):
+def test_probabilities_by_variances_need_no_covariance(kind, complement, monkeypatch):
     la, inputs = fitted(kind, complement=complement)
     covariance = la.functional_covariance(inputs)
     kinds = {type(la._state.posterior), type(la._subspace())}
@@ -199,8 +211,11 @@ def test_probit_probabilities_and_variances_need_no_covariance(kind, complement,
     found = la.predict(inputs)
     variance = covariance.diagonal(dim1=1, dim2=2)
     assert torch.allclose(found.variance, variance, rtol=1e-9)
-    logits = dense_outputs(la.model, inputs) / (1 + pi / 8 * variance).sqrt()
-    expected = logits.softmax(1) if kind == "classification" else logits.sigmoid()
+    outputs = dense_outputs(la.model, inputs)
+    if kind == "classification":
+        expected = pairwise_probabilities(outputs, variance)
+    else:
+        expected = (outputs / (1 + pi / 8 * variance).sqrt()).sigmoid()
     assert torch.allclose(found.probabilities, expected, rtol=1e-9)
     assert torch.allclose(la(inputs), expected, rtol=1e-9)
     with pytest.raises(pytest.fail.Exception):

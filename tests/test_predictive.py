@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
+from dense_reference import pairwise_probabilities
 
 from sublaplace import Categorical, Gaussian, Prediction
+from sublaplace.model.likelihoods import links
 from sublaplace.model.likelihoods.links import (
     LINKS,
     Covariance,
     laplace_bridge,
+    log_probabilities,
     mean_softmax,
     monte_carlo,
     probit,
@@ -36,6 +39,37 @@ def test_probit_scales_every_logit_by_its_own_variance(C):
         scaled = [f / math.sqrt(1 + math.pi / 8 * v) for f, v in zip(outputs[i], covariance[i].diagonal(), strict=True)]
         weights = torch.tensor([math.exp(value) for value in scaled], dtype=torch.float64)
         assert torch.allclose(found[i], weights / weights.sum(), rtol=100 * EPS)
+
+
+@pytest.mark.parametrize("C", [2, 3, 5])
+def test_pairwise_is_the_mean_field_approximation(C):
+    outputs, covariance = gaussian_outputs(C)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    found = mean_softmax(outputs, covariance, "pairwise")
+    torch.testing.assert_close(found, pairwise_probabilities(outputs, variance))
+    torch.testing.assert_close(mean_softmax(outputs, torch.zeros_like(covariance), "pairwise"), outputs.softmax(1))
+    torch.testing.assert_close(mean_softmax(outputs + 7, covariance, "pairwise"), found)  # as softmax, unlike probit
+    assert (probit(outputs + 7, variance) - probit(outputs, variance)).abs().max() > 0.01
+
+
+def test_pairwise_for_two_classes_is_close_to_the_integral():
+    draws = torch.randn(200_000, 2, generator=torch.Generator().manual_seed(0)).double()
+    for variance in (0.1, 1.0, 10.0, 100.0):
+        outputs = torch.tensor([[2.0, -0.5]], dtype=torch.float64)
+        spread = torch.tensor([[variance, variance / 3]], dtype=torch.float64)
+        expected = float((outputs + spread.sqrt() * draws).softmax(1)[:, 0].mean())
+        assert float(log_probabilities(outputs, spread, "pairwise").exp()[0, 0]) == pytest.approx(expected, abs=0.02)
+
+
+def test_pairwise_works_in_pieces_and_is_probit_for_a_great_many_classes(monkeypatch):
+    outputs, covariance = gaussian_outputs(3)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    whole = log_probabilities(outputs, variance, "pairwise")
+    monkeypatch.setattr(links, "_PAIRS_AT_ONCE", 18)
+    torch.testing.assert_close(log_probabilities(outputs, variance, "pairwise"), whole)
+    assert log_probabilities(outputs[:0], variance[:0], "pairwise").shape == (0, 3)
+    monkeypatch.setattr(links, "MOST_PAIRED", 2)
+    torch.testing.assert_close(log_probabilities(outputs, variance, "pairwise").exp(), probit(outputs, variance))
 
 
 def test_probit_for_two_classes_is_close_to_the_integral():
@@ -143,7 +177,7 @@ def test_more_uncertainty_makes_probabilities_less_confident(link):
 
 def test_an_unknown_link_is_refused_with_those_that_exist():
     outputs, covariance = gaussian_outputs(3)
-    with pytest.raises(ValueError, match=r"'logistic'.*probit, mc, bridge"):
+    with pytest.raises(ValueError, match=r"'logistic'.*pairwise, probit, mc, bridge"):
         mean_softmax(outputs, covariance, "logistic")
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import warnings
 import zipfile
 
 import pytest
@@ -11,7 +12,8 @@ from networks import make
 from safetensors.torch import save_file
 from test_laplace import labels, loader, sized
 
-from sublaplace import PROJECTORS, Complement, SavedFileError, SubspaceLaplace
+from sublaplace import PROJECTORS, Categorical, Complement, Gaussian, SavedFileError, SubspaceLaplace
+from sublaplace.model.likelihoods.base import likelihood_from
 
 
 def fitted(name="paper-cnn", projector="lowrank-kfac", dtype=torch.float64):
@@ -116,6 +118,24 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert torch.equal(SubspaceLaplace.load(path, model)(inputs), la(inputs))
 
 
+@pytest.mark.parametrize("likelihood", ["regression", Gaussian("per-output"), Gaussian(0.3)], ids=repr)
+def test_a_loaded_posterior_knows_whether_its_noise_was_given(likelihood, tmp_path):
+    model, inputs = make("mlp", 60)
+    targets = model(inputs).detach() + torch.linspace(-0.5, 0.5, 60, dtype=torch.float64)[:, None]
+    train, validation = loader(inputs[:30], targets[:30]), loader(inputs[30:], targets[30:] * 2)
+    la = SubspaceLaplace(model, likelihood).fit(train, validation)
+    la.save(tmp_path / "la.safetensors")
+    loaded = SubspaceLaplace.load(tmp_path / "la.safetensors", model)
+    assert loaded.noise_std == la.noise_std and loaded.likelihood == la.likelihood
+    found, expected = loaded.evaluate(validation), la.evaluate(validation)
+    assert found.plain.scores == pytest.approx(expected.plain.scores)
+    assert found.posterior.scores == pytest.approx(expected.posterior.scores)
+    assert "but P has rank" in la.summary() and "but P has rank" in loaded.summary()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as a fit with the default dimension
+        assert repr(loaded.fit(train, validation)) == repr(la)
+
+
 def test_the_summary_tells_what_was_fitted():
     la, _, _ = fitted("lstm")
     text = la.summary()
@@ -176,3 +196,10 @@ def test_a_pickle_does_not_carry_the_training_data():
     assert torch.allclose(other.captured_share(inputs[:2]), la.captured_share(inputs[:2]), rtol=1e-9)
     found, expected = other.full_covariance(inputs[:2], data), la.full_covariance(inputs[:2])
     assert torch.allclose(found.covariance, expected.covariance, rtol=1e-6)
+
+
+def test_a_file_without_a_link_keeps_the_one_that_it_was_made_for():
+    saved = Categorical(ignore_index=3).numbers()
+    assert likelihood_from(saved) == Categorical(ignore_index=3)
+    del saved["link"]
+    assert likelihood_from(saved) == Categorical(ignore_index=3, link="probit")

@@ -176,7 +176,7 @@ def test_every_class_keeps_its_share_in_the_held_out_data():
 
 def test_warnings_name_the_parameter_of_the_estimator():
     inputs = np.linspace(-1, 1, 40)[:, None]
-    with pytest.warns(UserWarning, match="validation data would tell more: validation_fraction=0.1") as caught:
+    with pytest.warns(UserWarning, match="[Vv]alidation data.*validation_fraction=0.1") as caught:
         SubspaceLaplaceClassifier(max_iter=1, random_state=0).fit(inputs, np.arange(40) % 2)
     assert [warning.filename for warning in caught] == [__file__]
 

@@ -1,13 +1,20 @@
 """λ and σ on validation data: against a search over dense predictions in float64, and what is refused."""
 
-from math import log10, pi
+from math import log, log10, pi
 
 import numpy as np
 import pytest
 import scipy.optimize
 import torch
 import torch.nn.functional as F
-from dense_reference import dense_ggn, dense_jacobian, dense_outputs, sigmoid_hessians, softmax_hessians
+from dense_reference import (
+    dense_ggn,
+    dense_jacobian,
+    dense_outputs,
+    pairwise_probabilities,
+    sigmoid_hessians,
+    softmax_hessians,
+)
 from networks import make, mlp
 from sensitive import untouched
 from test_laplace import loader
@@ -88,8 +95,7 @@ class Data:
         outputs, targets = self.outputs[which], self.targets[which]
         variances = covariance.diagonal(dim1=1, dim2=2)
         if self.kind == "classification":
-            logits = outputs / (1 + pi / 8 * variances).sqrt()
-            return -F.cross_entropy(logits, targets, reduction="none")
+            return pairwise_probabilities(outputs, variances).log().gather(1, targets[:, None])[:, 0]
         if self.kind in ("binary", "multi-label"):
             logits = outputs / (1 + pi / 8 * variances).sqrt()
             return -F.binary_cross_entropy_with_logits(logits, targets.double(), reduction="none").sum(1)
@@ -492,3 +498,28 @@ def test_nothing_of_the_model_changes(kind):
     with untouched(data.model):
         la = data.laplace(complement="auto").fit(data.train, data.val)
         la.tuned(data.val)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_variances_between_the_points_of_the_grid_are_right(whole):
+    """Of the hardest case, a single eigenvalue, and of three."""
+    generator = torch.Generator().manual_seed(0)
+    eigenvalues = torch.tensor([[1.0, 1.0, 1.0], [1e-3, 1.0, 1e3]], dtype=torch.float64)
+    rows = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)
+
+    def covariance(tau):
+        matrices = (rows / (eigenvalues + tau)[:, None, :]) @ rows.transpose(1, 2)
+        return matrices if whole else matrices.diagonal(dim1=1, dim2=2)
+
+    count = 10 * validation._PER_DECADE + 1
+    taus = torch.logspace(-5, 5, count, dtype=torch.float64)
+    none = torch.zeros(2, 2, dtype=torch.float64)
+    data = validation.ValidationData(
+        Gaussian(1.0), 1.0, taus, none, none, torch.ones(2), torch.stack([covariance(float(tau)) for tau in taus])
+    )
+    for log_tau in torch.linspace(-4.9, 4.9, 99).tolist():
+        expected = covariance(10**log_tau)
+        found = data.covariance(log_tau * log(10))
+        assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
+    for tau in taus[[0, 7, -1]].tolist():
+        torch.testing.assert_close(data.covariance(log(tau)), covariance(tau), rtol=1e-9, atol=0)

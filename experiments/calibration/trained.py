@@ -73,7 +73,7 @@ def _num_outputs(table_set: TableSet) -> int:
 
 
 def _seed(split: int, name: str) -> int:
-    """Return the held-out network the initialisation and batches of the first member, as far as they agree."""
+    """Return the seed of a network; the held-out network shares it with the first member."""
     return 100 * split + (int(name.removeprefix("member-")) if name.startswith("member-") else 0)
 
 

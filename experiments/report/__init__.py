@@ -20,13 +20,13 @@ DRAWN = (*FEASIBLE, "last-layer", OPTIMUM, "full")
 
 
 def write_report(results_path: Path, output_folder: Path) -> None:
-    """Writes REPORT.md, report.html and figures/*.svg into a folder; what was not run is said to be missing."""
+    """Write REPORT.md, report.html and figures/*.svg into a folder; parts that were not run are marked as missing."""
     measurements, published = Measurements.read(results_path), Published()
     _Report(measurements, published, results_path.parent).document().write(output_folder)
 
 
 class _Report:
-    """The sections, each made of what has been run."""
+    """The sections of the report, from the results that exist."""
 
     def __init__(self, measurements: Measurements, published: Published, folder: Path) -> None:
         self.measurements, self.published, self.folder = measurements, published, folder
@@ -301,12 +301,12 @@ class _Report:
         return Section("Cost and memory", blocks)
 
     def _remarks(self) -> Section:
-        """What differs from the paper by intent."""
+        """Return what differs from the paper by intent."""
         return Section("What differs from the paper, and why", [_bullets("findings.md")])
 
 
 def _bullets(name: str, part: int = 0) -> Bullets:
-    """The list in one part of a text beside the experiments; what is in bold at the start of an item leads it."""
+    """Return the list in one part of a text file of the experiments; bold text at the start of an item is its title."""
     text = (TEXTS / name).read_text(encoding="utf-8").split("\n# ")[part]
     items = [" ".join(item.split()) for item in text.split("\n- ")[1:]]
     if not items[0].startswith("**"):

@@ -21,7 +21,7 @@ SCORES = ("nll", "ece", "brier", "coverage")
 
 
 def estimate_up_to(measurements: Measurements, dataset: str, method: str, metric: str, s: int) -> Estimate | None:
-    """The mean over seeds at s, or at the largest dimension below, where the rank is lower."""
+    """Return the mean over seeds at s, or at the largest dimension below s if the rank is lower."""
     values = _by_seed_up_to(measurements, dataset, method, metric, s)
     return Estimate.of(list(values.values())) if values else None
 
@@ -32,13 +32,13 @@ def _by_seed_up_to(measurements: Measurements, dataset: str, method: str, metric
 
 
 def _dims_up_to(measurements: Measurements, dataset: str, method: str, s: int) -> list[int]:
-    """s itself where the method has it, else all dimensions below, the largest last."""
-    dims = measurements.all_dims(dataset, method) or [s]  # without any, the method has no choice of s
+    """Return s alone if the method has it, else all dimensions below, the largest last."""
+    dims = measurements.all_dims(dataset, method) or [s]  # empty: the method has no choice of s
     return [s] if s in dims else [t for t in dims if t <= s]
 
 
 def _rank_below(measurements: Measurements, dataset: str, method: str, s: int) -> str:
-    """', s = 308' where the rank ends a method before s."""
+    """Return ', s = 308' if the rank ends a method before s."""
     dims = _dims_up_to(measurements, dataset, method, s)
     return "" if not dims or dims[-1] == s else f", s = {dims[-1]}"
 
@@ -46,7 +46,7 @@ def _rank_below(measurements: Measurements, dataset: str, method: str, s: int) -
 def _divergences_of_common_seeds(
     measurements: Measurements, dataset: str, methods: Sequence[str], s: int
 ) -> list[float] | None:
-    """The mean KL of each method over the seeds that all of them have; None where there are none."""
+    """Return the mean KL of each method over the seeds that all of them have; None if there are none."""
     metric = measurements.divergence(dataset)
     found = [_by_seed_up_to(measurements, dataset, method, metric, s) for method in methods]
     seeds = set(found[0]).intersection(*found[1:])
@@ -54,8 +54,11 @@ def _divergences_of_common_seeds(
 
 
 def divergences(measurements: Measurements, datasets: Sequence[str], s: int) -> Table:
-    """KL from the full posterior, one column a data set; the least of those that do without the exact curvature over
-    all parameters is in bold, and the least of those that need it, if that is less."""
+    """Return KL from the full posterior, one column per data set.
+
+    The smallest KL of methods without the exact curvature over all parameters is in bold. The smallest KL of the others
+    is in bold if it is smaller still.
+    """
     columns = []
     for dataset in datasets:
         metric = measurements.divergence(dataset)
@@ -70,14 +73,14 @@ def divergences(measurements: Measurements, datasets: Sequence[str], s: int) -> 
     labels = [f"{name} †" if name in NEED_EXACT else name for name in COMPARED]
     rows = [[name, *cells] for name, cells in zip([*labels, "seeds"], zip(*columns, strict=True), strict=True)]
     caption = (
-        f"KL from the full posterior at s = {s} (joint over the inputs; a mean an input for classification). † needs "
+        f"KL from the full posterior at s = {s} (joint over inputs; their mean for classification). † needs "
         "the exact curvature over all parameters; bold: the least without it, and the least with it where that is less"
     )
     return Table(caption, ["method", *datasets], rows)
 
 
 def closed_gaps(measurements: Measurements, datasets: Sequence[str], s: int) -> Table:
-    """How much of the gap between lowrank-kfac and the optimum of Theorem 1 is closed: 100 % at the optimum."""
+    """Return how much of the gap between lowrank-kfac and the optimum of Theorem 1 is closed: 100 % at the optimum."""
     rows = []
     for method in ("kfac", *COMPLEMENTS):
         shares = [closed_gap(measurements, dataset, method, s) for dataset in datasets]
@@ -89,7 +92,7 @@ def closed_gaps(measurements: Measurements, datasets: Sequence[str], s: int) -> 
 
 
 def closed_gap(measurements: Measurements, dataset: str, method: str, s: int) -> float | None:
-    """Of the seeds that all three have."""
+    """Return the closed share of the gap, over the seeds that all three methods have."""
     found = _divergences_of_common_seeds(measurements, dataset, (method, PAPER, OPTIMUM), s)
     if found is None:
         return None
@@ -98,7 +101,7 @@ def closed_gap(measurements: Measurements, dataset: str, method: str, s: int) ->
 
 
 def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
-    """What the chosen method reaches, in a sentence or two."""
+    """Return what the chosen method reaches, in one or two sentences."""
     below, gaps = [], []
     for dataset in datasets:
         for s in COMPARED_DIMS:
@@ -110,7 +113,7 @@ def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
             gaps.append((dataset, gap))
     misses = [where for where, holds in below if not holds]
     held = (
-        f"Nearer to the full posterior than both KFAC and {PAPER} in {len(below) - len(misses)} of {len(below)} cases"
+        f"Closer to the full posterior than both KFAC and {PAPER} in {len(below) - len(misses)} of {len(below)} cases"
     )
     exceptions = f" (not on {', '.join(misses)})" if misses else ""
     closed = ", ".join(f"{dataset} {100 * gap:.0f} %".replace("-", "−") for dataset, gap in gaps)
@@ -119,7 +122,7 @@ def verdict(measurements: Measurements, datasets: Sequence[str]) -> str:
 
 
 def _scores_beside_the_paper(measurements: Measurements, datasets: Sequence[str]) -> str:
-    """Nearer to the full posterior is not the same as a better score."""
+    """Return on how many sets the best method's score is better than the paper's: closer need not be better."""
     s, texts = COMPARED_DIMS[0], []
     for metric, where in (("nll", "at the paper's λ"), ("own_nll", "at its own λ")):
         pairs = [measurements.common(dataset, (BEST, PAPER), metric, s) for dataset in datasets]
@@ -131,7 +134,7 @@ def _scores_beside_the_paper(measurements: Measurements, datasets: Sequence[str]
 
 
 def scores(measurements: Measurements, dataset: str) -> Table:
-    """Scores on the whole test set at the paper's λ, and on either half at the λ that suits the other half."""
+    """Return scores on the whole test set at the paper's λ, and on each half at the λ that suits the other half."""
     metrics = [m for m in SCORES if measurements.estimate(dataset, "map", m) is not None]
     rows = []
     for s in COMPARED_DIMS:
@@ -154,7 +157,7 @@ def scores(measurements: Measurements, dataset: str) -> Table:
 
 
 def _own_prior(dataset: str, priors: Sequence[float]) -> list[str]:
-    """The geometric mean of λ, and in how many seeds it is an end of the grid that it was chosen from."""
+    """Return the geometric mean of λ, and in how many seeds it is an end of the grid that it was chosen from."""
     if not priors:
         return [NOTHING, NOTHING]
     ends = [RECIPES[dataset].prior_precision * factor for factor in (PRIOR_FACTORS[0], PRIOR_FACTORS[-1])]

@@ -1,4 +1,4 @@
-"""What must hold in every row: traces are bounded and grow; and how the trace criterion orders methods."""
+"""Relations that must hold in every row (traces are bounded and grow), and how well the trace orders methods."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Check:
     worst: float = 0.0
 
     def test(self, excess: float, where: str) -> None:
-        """Counts one row; `excess` is by how much the relation fails, if it is positive."""
+        """Count one row; a positive `excess` is the amount by which the relation fails."""
         self.checked += 1
         if not excess <= TOLERANCE:  # NaN fails too
             self.violations.append(where)
@@ -32,7 +32,7 @@ class Check:
 
 
 def trace_checks(measurements: Measurements) -> list[Check]:
-    """Lemma 2 and Theorem 1 on every seed, set and subspace, from the logarithms of traces."""
+    """Return Lemma 2 and Theorem 1 checked on every seed, set and subspace, from the logarithms of traces."""
     below_full = Check("the trace of a subspace is at most that of the full posterior (Lemma 2)")
     below_optimum = Check("the trace of a subspace is at most that of the optimum of the same s (Theorem 1)")
     growing = Check("the trace grows with s")
@@ -55,7 +55,7 @@ def trace_checks(measurements: Measurements) -> list[Check]:
 
 
 def divergence_check(measurements: Measurements) -> Check:
-    """KL ≥ 0 wherever it was computed."""
+    """Return the check that KL ≥ 0 wherever it was computed."""
     check = Check("the KL divergence from the full posterior is not negative")
     rows = measurements.rows
     for row in rows[rows["metric"].isin(["kl", "kl_mean", "kl_sum"])].itertuples():
@@ -74,9 +74,9 @@ def _excess(smaller: float, larger: float) -> float:
 
 
 def rank_correlation(divergences: Sequence[float], log_traces: Sequence[float]) -> float | None:
-    """Spearman's ρ of KL with −log-trace: 1 where a larger trace always means a smaller divergence.
+    """Return Spearman's ρ of KL with −log-trace: 1 if a larger trace always means a smaller divergence.
 
-    None with fewer than three methods, or where one of the two is the same for all.
+    Return None with fewer than three methods, or if one of the two is equal for all methods.
     """
     if len(divergences) < 3 or len(set(divergences)) == 1 or len(set(log_traces)) == 1:
         return None
@@ -86,7 +86,7 @@ def rank_correlation(divergences: Sequence[float], log_traces: Sequence[float]) 
 def our_rank_correlations(
     measurements: Measurements, dataset: str, s: int, methods: Sequence[str]
 ) -> tuple[list[float], int]:
-    """ρ of every seed, and over how many methods (at most)."""
+    """Return ρ of every seed, and over how many methods at most."""
     metric = measurements.divergence(dataset)
     divergences = {m: measurements.by_seed(dataset, m, metric, s) for m in methods}
     log_traces = {m: measurements.by_seed(dataset, m, "log_trace", s) for m in methods}
@@ -101,7 +101,7 @@ def our_rank_correlations(
 
 
 def published_rank_correlation(published: Published, dataset: str, s: int) -> float | None:
-    """ρ of the paper's own table on corrupted MNIST."""
+    """Return ρ of the paper's own table on corrupted MNIST."""
     table = "mnist_c_approximation_quality"
     pairs = [
         (published.quote(table, dataset, "kl_mean", p, s), published.quote(table, dataset, "log_trace", p, s))
@@ -112,7 +112,7 @@ def published_rank_correlation(published: Published, dataset: str, s: int) -> fl
 
 
 def table_correlation(ours: Sequence[float], paper: Sequence[float]) -> float | None:
-    """Spearman's ρ of our cells with the paper's."""
+    """Return Spearman's ρ of our cells with the paper's cells."""
     finite = [(a, b) for a, b in zip(ours, paper, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if len(finite) < 3:
         return None

@@ -1,4 +1,4 @@
-"""What the methods cost, beside the paper's figures."""
+"""The costs of the methods, next to the paper's figures."""
 
 import csv
 from pathlib import Path
@@ -20,7 +20,7 @@ GROWING = (*NEEDED_CURVATURE, "subset-swag")  # projectors whose time grows with
 
 
 def of_methods(measurements: Measurements) -> Table:
-    """Seconds and memory of P (or of the posterior, for methods without one), and seconds of the posterior in it."""
+    """Return seconds and memory of P (or of a posterior without P), and seconds of the posterior in the subspace."""
     frame = measurements.rows[~measurements.rows["dataset"].str.contains("/")].dropna(subset=["seconds"])
     rows = []
     groups = list(frame.groupby(["dataset", "method"], sort=False))
@@ -44,7 +44,7 @@ def of_methods(measurements: Measurements) -> Table:
 
 
 def ratios(measurements: Measurements, published: Published) -> Table:
-    """Time for P relative to lowrank-kfac: machines differ, ratios may be compared."""
+    """Return the time for P relative to lowrank-kfac: ratios can be compared between machines."""
     frame = measurements.rows.dropna(subset=["seconds"])
     seconds = frame.drop_duplicates(["dataset", "method", "seed"]).groupby(["dataset", "method"])["seconds"].mean()
     datasets = [d for d in measurements.datasets if "/" not in d and (d, "lowrank-kfac") in seconds.index]
@@ -66,7 +66,7 @@ def ratios(measurements: Measurements, published: Published) -> Table:
 
 
 def memory_load(published: Published) -> Table:
-    """s(p + s) numbers of a low-rank method, from the p of our networks, beside the paper's."""
+    """Return s(p + s) numbers of a low-rank method, from the p of our networks, next to the paper's."""
     table = "memory_load"
     rows = []
     for dataset in published.distinct(table, "dataset"):
@@ -81,7 +81,7 @@ def memory_load(published: Published) -> Table:
 
 
 def large_fits(path: Path, published: Published) -> Table:
-    """Seconds and memory of ResNets (results/scale.csv), beside the paper's minutes for P on an A100."""
+    """Return seconds and memory of ResNets (results/scale.csv), next to the paper's minutes for P on an A100."""
     rows = []
     for row in csv.DictReader(path.open()):
         seconds, images = float(row["projector_seconds"]), int(row["num_data"])

@@ -18,7 +18,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list; `leads`, one an item or none at all, are set in bold before the items."""
+    """A list; `leads`, one per item or none at all, are set in bold before the items."""
 
     items: Sequence[str]
     leads: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture as SVG. `name` is that of its file, `alt` says what is seen."""
+    """A picture as SVG. `name` is the name of its file, `alt` says what it shows."""
 
     name: str
     alt: str
@@ -82,7 +82,7 @@ class Document:
         return [figure for group in groups for figure in group.figures]
 
     def write(self, folder: Path) -> None:
-        """REPORT.md with its figures as files, and report.html, which needs no other file."""
+        """Write REPORT.md with its figures as files, and report.html, which needs no other file."""
         pictures = folder / "figures"
         pictures.mkdir(parents=True, exist_ok=True)
         for figure in self.figures():

@@ -1,4 +1,4 @@
-"""Claims of the paper on what projectors cost, and on the prior that it was found with."""
+"""Claims of the paper on the cost of projectors, and on the choice of the prior."""
 
 from experiments.report.checks import PAPER_PROJECTORS
 from experiments.report.evidence import ALL_SETS, Case, Evidence, Finding, judged

@@ -1,4 +1,4 @@
-"""What claims of the paper are judged by: cases that hold or do not, and the numbers behind them."""
+"""The evidence for claims of the paper: cases that hold or do not, and the numbers behind them."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Case:
 
 
 def judged(claim: str, rule: str, cases: Sequence[Case], expected: int = 1) -> Finding:
-    """'holds' where all cases do, 'holds in part' where some do; where cases are missing, the evidence says so."""
+    """Return a finding: it holds if all cases hold, and in part if some do; the evidence counts missing cases."""
     if not cases:
         return Finding(claim, NOT_RUN, "")
     holding = sum(case.holds for case in cases)
@@ -45,7 +45,7 @@ def judged(claim: str, rule: str, cases: Sequence[Case], expected: int = 1) -> F
 
 @dataclass(frozen=True)
 class Tally:
-    """How often some methods are the best, how often that with ties, and of how many: ours, and the paper's."""
+    """How often some methods are the best, alone or with ties, and of how many lines: ours, and the paper's."""
 
     ours: tuple[int, int, int]
     paper: tuple[int, int, int]
@@ -83,7 +83,7 @@ class Evidence:
         return [dataset for dataset in datasets if dataset in self.measurements.datasets]
 
     def grid(self, dataset: str, method: str, metric: str) -> list[int]:
-        """The dimensions of the main figures."""
+        """Return the dimensions of the main figures."""
         largest = self.largest.get(dataset, math.inf)
         return [s for s in self.measurements.dims(dataset, method, metric) if on_grid(s, largest)]
 
@@ -92,7 +92,7 @@ class Evidence:
         return None if estimate is None else estimate.mean
 
     def means(self, line: Line, methods: Sequence[str], metric: str) -> dict[str, float]:
-        """The means over the seeds that all of the methods have; none where one of them was not run."""
+        """Return the means over the seeds that all of the methods have; empty if one of them was not run."""
         found = self.measurements.common(line.dataset, methods, metric, line.s)
         return {method: estimate.mean for method, estimate in found.items()}
 
@@ -102,7 +102,7 @@ class Evidence:
         return {m: quote.mean for m, quote in found.items() if quote is not None}
 
     def tally(self, table: str, lines: Sequence[Line], metric: str, methods: Sequence[str]) -> "Tally":
-        """On how many of the lines that were run one of the methods is the best of the table's columns."""
+        """Return on how many of the lines that were run one of the methods is the best of the table's columns."""
         columns = self.published.distinct(table, "projector")
         better = max if metric in LARGER_IS_BETTER else min
         found: dict[str, list[set[str]]] = {"ours": [], "paper": []}
@@ -122,7 +122,7 @@ class Evidence:
         return Tally(*counts)
 
     def ratios(self, dataset: str, first: Sequence[str], second: Sequence[str]) -> list[float]:
-        """At every s of the grid the smallest KL of the first methods over the second's."""
+        """Return at every s of the grid the smallest KL of the first methods over the smallest KL of the second."""
         metric = self.measurements.divergence(dataset)
         found = []
         for s in self.grid(dataset, first[0], metric):

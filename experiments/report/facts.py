@@ -1,4 +1,4 @@
-"""Facts of the networks beside the paper's: dead parameters, prior precision, ranks; and the names of both."""
+"""Facts about the networks next to the paper's: dead parameters, prior precision, ranks; and the names of both."""
 
 import math
 
@@ -9,7 +9,7 @@ from experiments.report.tables import NOT_RUN, difference_cell, difference_of, s
 
 
 def dead_parameters(measurements: Measurements, published: Published) -> Table:
-    """Percent of parameters to which no output is sensitive; standard deviations over seeds, as the paper has them."""
+    """Return the percentage of parameters to which no output is sensitive; ± as in the paper, standard deviations."""
     rows = []
     for dataset in published.distinct("dead_parameters", "dataset"):
         paper = published.quote("dead_parameters", dataset, "dead_percent")
@@ -28,7 +28,7 @@ def dead_parameters(measurements: Measurements, published: Published) -> Table:
 
 
 def prior_precisions(measurements: Measurements, published: Published) -> Table:
-    """λ at the maximum of the KFAC evidence."""
+    """Return λ at the maximum of the KFAC evidence."""
     rows = []
     for dataset in published.distinct("prior_precision", "dataset"):
         paper = published.quote("prior_precision", dataset, "prior_precision")
@@ -42,7 +42,7 @@ def prior_precisions(measurements: Measurements, published: Published) -> Table:
 
 
 def ranks(measurements: Measurements, published: Published) -> Table:
-    """The rank that limits the low-rank methods; where the grid ends before it, that much is known of it."""
+    """Return the rank that limits the low-rank methods, or a lower bound of it if the grid ends before it."""
     methods = ("lowrank-kfac", "lowrank-diagonal", "lowrank-isotropic", "lowrank-ggn", OPTIMUM)
     frame = measurements.rows
     rows = []

@@ -1,4 +1,4 @@
-"""Claims of the paper on how near subspaces come to the full posterior."""
+"""Claims of the paper on how close subspaces come to the full posterior."""
 
 import math
 
@@ -59,7 +59,7 @@ def low_rank_is_nearer_than_subsets(evidence: Evidence) -> Finding:
     sets = (*(d for d in FIGURE_1 if d != "enb"), "redwine-standardised")
     cases = [case for dataset in sets if (case := _low_rank_case(evidence, dataset))]
     rule = "at every s the smaller KL of lowrank-kfac and lowrank-diagonal is below the smallest of the subsets"
-    claim = "Low-rank subspaces are nearer to the full posterior than subsets, but for ENB."
+    claim = "Low-rank subspaces are closer to the full posterior than subsets, except on ENB."
     return judged(claim, rule, cases, len(sets))
 
 
@@ -68,17 +68,17 @@ def enb_is_the_exception(evidence: Evidence) -> Finding:
     cases = []
     if ratios:
         nearer = sum(ratio > 1 for ratio in ratios)
-        cases.append(Case(nearer > 0, f"a subset nearer at {nearer} of {len(ratios)} s"))
+        cases.append(Case(nearer > 0, f"a subset closer at {nearer} of {len(ratios)} s"))
         slight = max(ratios) <= 1.1
         cases.append(Case(slight, f"KL of the low-rank methods {ratio_range(ratios)} times that of the subsets"))
     rule = "at some s a subset's KL is the smallest; the low-rank methods' is nowhere more than a tenth above it"
-    return judged("On ENB some subsets are slightly nearer than low-rank subspaces.", rule, cases)
+    return judged("On ENB some subsets are slightly closer than low-rank subspaces.", rule, cases)
 
 
 def _low_rank_case(evidence: Evidence, dataset: str) -> Case | None:
     ratios = evidence.ratios(dataset, LOW_RANK, SUBSETS)
     won = sum(ratio < 1 for ratio in ratios)
-    text = f"{dataset}: low-rank nearer at {won} of {len(ratios)} s"
+    text = f"{dataset}: low-rank closer at {won} of {len(ratios)} s"
     return Case(won == len(ratios), f"{text} (KL {ratio_range(ratios)} times)") if ratios else None
 
 
@@ -163,7 +163,7 @@ def trace_is_orders_of_magnitude_larger(evidence: Evidence) -> Finding:
 
 
 def _traces_over_the_next(evidence: Evidence, dataset: str) -> list[float]:
-    """For every s the trace of lowrank-kfac over the largest of the paper's other projectors."""
+    """Return for every s the trace of lowrank-kfac over the largest trace of the paper's other projectors."""
     found = []
     for s in evidence.grid(dataset, "lowrank-kfac", "log_trace"):
         if means := evidence.means(Line("", dataset, s), PAPER_PROJECTORS, "log_trace"):
@@ -220,4 +220,4 @@ def dead_parameters_favour_subsets(evidence: Evidence) -> Finding:
         "Spearman's ρ of the share of dead parameters with the KL of the best low-rank method over that of the "
         "best subset, at the s nearest to 100, is positive"
     )
-    return judged("The more parameters are dead, the better are subsets beside low-rank methods.", rule, cases)
+    return judged("The more parameters are dead, the better subsets are compared with low-rank methods.", rule, cases)

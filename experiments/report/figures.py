@@ -58,7 +58,7 @@ class Panel:
 
 
 def legend(methods: Sequence[str]) -> Figure:
-    """The key to all figures."""
+    """Draw the key to all figures."""
     drawing = Drawing(figsize=(4.4, 0.24 * ((len(methods) + 1) // 2) + 0.2))
     handles = [
         Line2D([], [], color=style.colour, linestyle=style.line, marker=style.marker, label=name)
@@ -78,7 +78,7 @@ def against_dimension(
     name: str,
     title: str,
 ) -> Figure:
-    """Metrics of one data set against the s that `dims` accepts, panels above each other; bands are standard errors."""
+    """Draw metrics of one data set against the s that `dims` accepts, a panel per metric; bands are standard errors."""
     drawing = Drawing(figsize=(3.6, 0.5 + 2.3 * len(panels)), layout="constrained")
     axes = drawing.subplots(len(panels), squeeze=False)[:, 0]
     for axis, panel in zip(axes, panels, strict=True):
@@ -100,7 +100,7 @@ def against_dimension(
 
 
 def _lowest_shown(axis: Axes, floor: float) -> float:
-    """The lower end of an axis: that of the curves which rise above `floor`, or a little below it at the most."""
+    """Return the lower end of an axis: the minimum of the curves that rise above `floor`, or slightly below `floor`."""
     bottom, top = axis.get_ylim()
     curves = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
     rising = [curve.min() for curve in curves if curve.max() > floor]
@@ -136,7 +136,7 @@ _TRIVIAL = {("kl", "full"), ("kl_mean", "full"), ("log_trace", "map")}  # zero, 
 
 
 def heat_map(path: Path, dataset: str) -> Figure:
-    """Sensitivity |∂f/∂θ| of test inputs (rows) to groups of parameters, the most sensitive first; below, its mean."""
+    """Draw |∂f/∂θ| of test inputs (rows) for groups of parameters, the most sensitive first; below it, the mean."""
     with np.load(path) as arrays:
         mean, values = arrays["sensitivity"], arrays["heat_map"]
     floor = values[values > 0].min() if (values > 0).any() else 1.0
@@ -163,7 +163,7 @@ def heat_map(path: Path, dataset: str) -> Figure:
 
 
 def _svg(drawing: Drawing, name: str) -> bytes:
-    """The same bytes for the same figure: no date, and identifiers that depend on its name alone."""
+    """Return the same bytes for the same figure: without a date, and with identifiers that depend only on its name."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         drawing.savefig(buffer, format="svg", metadata={"Date": None})

@@ -11,7 +11,7 @@ from experiments.report.tables import NOT_RUN, Line, agreement, reference_dims
 
 
 def findings(measurements: Measurements, published: Published, largest: dict[str, float]) -> list[Finding]:
-    """All findings, in the order of the paper. `largest` is the end of the grid of s of each set."""
+    """Return all findings, in the order of the paper. `largest` is the end of the grid of s of each set."""
     evidence = Evidence(measurements, published, largest)
     return [
         faithfulness.few_dimensions_suffice(evidence),
@@ -42,7 +42,7 @@ def findings(measurements: Measurements, published: Published, largest: dict[str
 
 
 def summary(found: Sequence[Finding], measurements: Measurements) -> str:
-    """How many claims hold, and of how many seeds the numbers are."""
+    """Return how many claims hold, and how many seeds the numbers are from."""
     counts = Counter(finding.verdict for finding in found)
     verdicts = [f"{verdict}: {counts[verdict]}" for verdict in ("holds", "holds in part", "does not hold", NOT_RUN)]
     seeds = [f"{d} {measurements.seeds_of_methods(d)}" for d in measurements.datasets if "/" not in d]
@@ -54,7 +54,7 @@ def summary(found: Sequence[Finding], measurements: Measurements) -> str:
 
 
 def beside_baselines(measurements: Measurements, dataset: str) -> str | None:
-    """NLL of all methods of a set in one sentence, the best first; None where too little was run."""
+    """Return the NLL of all methods of a set in one sentence, the best first; None if too little was run."""
     scores: dict[str, Estimate] = {}
     for method in (*FEASIBLE, "map", "temperature", "ensemble", "last-layer", "kfac", "full"):
         for s in reference_dims(measurements, dataset)[:1]:
@@ -73,7 +73,7 @@ def beside_baselines(measurements: Measurements, dataset: str) -> str | None:
 def agreement_sentences(
     measurements: Measurements, published: Published, parts: Sequence[tuple[str, str, Sequence[Line]]]
 ) -> list[str]:
-    """For each table of the paper how many of its cells ours agree with."""
+    """Return for each table of the paper how many of its cells agree with ours."""
     sentences = []
     for name, table, lines in parts:
         found = [

@@ -1,4 +1,4 @@
-"""Large networks, whose full posterior is out of reach: traces, and what of the full one is certain."""
+"""Large networks, whose full posterior is out of reach: traces, and certified shares of the full trace."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ METHODS = (*PAPER_PROJECTORS, "lowrank-isotropic")
 
 
 def cut(dataset: str, published: Published) -> str:
-    """What was cut for want of time, in parentheses; nothing for sets that were run as published."""
+    """Return what was cut to save time, in parentheses; empty for sets that were run as published."""
     recipe = RECIPES[dataset]
     epochs = published.quote("training", dataset, "epochs")
     cuts = []
@@ -26,7 +26,7 @@ def cut(dataset: str, published: Published) -> str:
 
 
 def traces(measurements: Measurements, dataset: str) -> Table:
-    """log-trace for every s, the largest in bold, and the order of the methods; those without a choice of s beside."""
+    """Return the log-trace for every s, the largest in bold, and the order of the methods."""
     methods = [m for m in METHODS if measurements.dims(dataset, m, "log_trace")]
     rows = []
     for s in sorted({s for m in methods for s in measurements.dims(dataset, m, "log_trace")}):
@@ -44,7 +44,7 @@ def traces(measurements: Measurements, dataset: str) -> Table:
 
 
 def certified_shares(measurements: Measurements, datasets: Sequence[str]) -> Table:
-    """Between which limits the captured share of the full posterior's trace must lie."""
+    """Return the limits between which the captured share of the full posterior's trace must lie."""
     rows = []
     for dataset in datasets:
         for s in measurements.all_dims(dataset, CERTIFIED):
@@ -58,7 +58,7 @@ def certified_shares(measurements: Measurements, datasets: Sequence[str]) -> Tab
 
 
 def accuracies(measurements: Measurements, datasets: Sequence[str]) -> Table:
-    """How good the networks are; what their subspaces cost stands with the costs of all methods."""
+    """Return how good the networks are; the cost of their subspaces is in the table of all costs."""
     rows = []
     for dataset in datasets:
         accuracy = measurements.estimate(dataset, "map", "accuracy")

@@ -22,7 +22,7 @@ PAPER_SEEDS = 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its standard error, None where there is but one seed or a value is infinite."""
+    """A mean over seeds with its standard error, which is None for a single seed or an infinite value."""
 
     mean: float
     standard_error: float | None
@@ -30,7 +30,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
-        """mean and (Σ(v − mean)² / (n − 1) / n)^½."""
+        """Return the mean and the standard error (Σ(v − mean)² / (n − 1) / n)^½."""
         n, mean = len(values), float(np.mean(values))
         error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 and math.isfinite(mean) else None
         return cls(mean, error, n)
@@ -47,17 +47,18 @@ class Quote:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours minus the paper's, also in standard errors of the difference (None where the paper has none)."""
+    """Ours minus the paper's, also in standard errors of the difference (None if the paper has none)."""
 
     value: float
     standard_errors: float | None
 
     @classmethod
     def between(cls, ours: Estimate, paper: Quote) -> "Difference":
-        """Rounding of the printed figures, half a unit of their last digit, counts for agreement.
+        """Return the difference, and how many standard errors it is.
 
-        The standard error of the difference is that of Student's test, from the pooled variance of our seeds and the
-        paper's: a few seeds of ours do not tell their own variance.
+        Rounding of the printed figures, half a unit of their last digit, counts as agreement. The standard error is
+        the one of Student's test, from the pooled variance of our seeds and the paper's: a few seeds do not tell their
+        own variance.
         """
         value = 0.0 if ours.mean == paper.mean else ours.mean - paper.mean  # −∞ agrees with −∞
         if paper.standard_error is None or not math.isfinite(value):
@@ -72,8 +73,8 @@ class Difference:
 class Measurements:
     """Our results, averaged over seeds on demand.
 
-    A method is named by its projector, and by what it differs in from the paper's use of it (inputs of the subspace,
-    what stands outside of it).
+    A method is named by its projector, and by its differences from the paper's use of it (inputs of the subspace,
+    curvature outside of it).
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -88,7 +89,7 @@ class Measurements:
 
     @classmethod
     def read(cls, path: Path) -> "Measurements":
-        """The results in a file that `python -m experiments run` has written."""
+        """Read the results from a file that `python -m experiments run` has written."""
         if not path.exists():
             raise FileNotFoundError(f"There are no results at {path}; run `python -m experiments run` first.")
         rows = Results(path).rows()
@@ -104,53 +105,53 @@ class Measurements:
         return list(dict.fromkeys(self.rows.loc[self.rows["dataset"] == dataset, "method"]))
 
     def by_seed(self, dataset: str, method: str, metric: str, s: int | None = None) -> dict[int, float]:
-        """The value of every seed. `s` is ignored for methods that have no choice of it."""
+        """Return the value of every seed. `s` is ignored for methods that have no choice of it."""
         return self._values.get((dataset, method, metric), {}).get(None if method in WITHOUT_DIMENSION else s, {})
 
     def estimate(self, dataset: str, method: str, metric: str, s: int | None = None) -> Estimate | None:
-        """The mean over seeds; None where nothing was run."""
+        """Return the mean over seeds; None if nothing was run."""
         values = self.by_seed(dataset, method, metric, s)
         return Estimate.of(list(values.values())) if values else None
 
     def common(self, dataset: str, methods: Sequence[str], metric: str, s: int | None = None) -> dict[str, Estimate]:
-        """The means of several methods over the seeds that all of them have; none where one was not run."""
+        """Return the means of several methods over the seeds that all of them have; empty if one was not run."""
         found = {method: self.by_seed(dataset, method, metric, s) for method in methods}
         seeds = sorted(set.intersection(*(set(values) for values in found.values())))
         return {method: Estimate.of([values[seed] for seed in seeds]) for method, values in found.items() if seeds}
 
     def dims(self, dataset: str, method: str, metric: str) -> list[int]:
-        """The dimensions s that all seeds of a method have, ascending.
+        """Return the dimensions s that all seeds of a method have, ascending.
 
-        Where the rank of the Jacobian ends the grid, seeds end at different s: those last ones are left out.
+        If the rank of the Jacobian ends the grid, seeds end at different s; these last ones are left out.
         """
         sweep = self._values.get((dataset, method, metric), {})
         most = max((len(seeds) for seeds in sweep.values()), default=0)
         return sorted(s for s, seeds in sweep.items() if s is not None and len(seeds) == most)
 
     def all_dims(self, dataset: str, method: str) -> list[int]:
-        """The dimensions s that any seed of a method has, ascending."""
+        """Return the dimensions s that any seed of a method has, ascending."""
         dims = {s for (d, m, _), sweep in self._values.items() if (d, m) == (dataset, method) for s in sweep}
         return sorted(s for s in dims if s is not None)
 
     def divergence(self, dataset: str) -> str:
-        """The metric that the paper calls KL: joint over inputs for regression, mean over them for classification."""
+        """Return the metric that the paper calls KL: joint over inputs for regression, a mean for classification."""
         metrics = set(self.rows.loc[self.rows["dataset"] == dataset, "metric"])
         return "kl" if "kl" in metrics else "kl_mean"
 
     def seeds(self, dataset: str) -> list[int]:
-        """The seeds of a data set; the ensemble, one for all seeds, does not count."""
+        """Return the seeds of a data set; the ensemble, one for all seeds, does not count."""
         chosen = (self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")
         return sorted(int(seed) for seed in self.rows.loc[chosen, "seed"].unique())
 
     def seeds_of_methods(self, dataset: str) -> str:
-        """'5', or '1 to 2' where methods differ; the ensemble does not count."""
+        """Return '5', or '1 to 2' if methods differ; the ensemble does not count."""
         chosen = self.rows[(self.rows["dataset"] == dataset) & (self.rows["method"] != "ensemble")]
         counts = chosen.groupby("method")["seed"].nunique()
         return span(counts.tolist())
 
 
 def _place(dataset: str) -> tuple[int, str]:
-    """Data sets stand in the order of the recipes, each before its corrupted versions, others last."""
+    """Return the place of a data set: in the order of the recipes, each before its corrupted versions, others last."""
     name = dataset.split("-c/")[0]
     return list(RECIPES).index(name) if name in RECIPES else len(RECIPES), dataset
 
@@ -169,7 +170,7 @@ def on_grid(s: int, largest: float) -> bool:
 
 
 class Published:
-    """The paper's numbers; `name` is that of a file in the folder `published`."""
+    """The paper's numbers; `name` is the name of a file in the folder `published`."""
 
     def __init__(self, folder: Path = PUBLISHED) -> None:
         tables = {path.stem: pd.read_csv(path, dtype=str, keep_default_na=False) for path in folder.glob("*.csv")}
@@ -185,7 +186,7 @@ class Published:
         return self._quotes.get((name, dataset, projector, s, metric))
 
     def distinct(self, name: str, column: str, dataset: str | None = None) -> list[str]:
-        """What a column of a table holds, in the table's order, for one data set or all."""
+        """Return the different values of a column, in the table's order, for one data set or all."""
         table = self.tables[name]
         return list(dict.fromkeys(table.loc[table["dataset"] == dataset, column] if dataset else table[column]))
 
@@ -205,7 +206,7 @@ NOTHING = "–"
 
 
 def number(value: float | None, digits: int | None = None) -> str:
-    """A number with so many digits after the point, or with four that matter."""
+    """Return a number with this many digits after the point, or with four significant digits."""
     if value is None or math.isnan(value):
         return NOTHING
     if math.isinf(value):
@@ -215,7 +216,7 @@ def number(value: float | None, digits: int | None = None) -> str:
 
 
 def with_error(estimate: Estimate | Quote | None, digits: int | None = None) -> str:
-    """The mean, and its standard error in parentheses."""
+    """Return the mean, with its standard error in parentheses."""
     if estimate is None:
         return NOTHING
     text = number(estimate.mean, digits)
@@ -233,15 +234,15 @@ def signed(value: float, digits: int) -> str:
 
 
 def span(counts: Sequence[int]) -> str:
-    """'5', or '2 to 5' where they differ; 'no' where there are none."""
+    """Return '5', or '2 to 5' if the numbers differ; 'no' if there are none."""
     return " to ".join(str(end) for end in sorted({min(counts), max(counts)})) if counts else "no"
 
 
 def counted(amount: int, thing: str) -> str:
-    """'1 seed', '3 seeds'."""
+    """Return '1 seed', '3 seeds'."""
     return f"{amount} {thing}" if amount == 1 else f"{amount} {thing}s"
 
 
 def bayesian_parameters(dataset: str) -> int:
-    """p of the data set's network; scales and shifts of batch normalisation are fixed and do not count."""
+    """Return p of the data set's network; the fixed scales and shifts of batch normalisation do not count."""
     return num_parameters(freeze_norms(initial_network(RECIPES[dataset].network, seed=0)))

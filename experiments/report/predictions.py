@@ -23,7 +23,7 @@ def best_scores(evidence: Evidence, dataset: str, name: str) -> Finding:
             cases.append(Case(tally.won == tally.total, text))
     rule = (
         "at every s of the table a low-rank method has the smallest score of all projectors and the plain network, "
-        "to the printed digits; beside it lowrank-kfac and the plain network at the first s"
+        "to the printed digits; for comparison lowrank-kfac and the plain network at the first s"
     )
     return judged(f"On {name} low-rank methods have the best NLL, ECE and Brier score.", rule, cases)
 

@@ -49,12 +49,12 @@ def title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("_", " "))
 
 
-# Ours beside the paper's ----------------------------------------------------------------------------------------------
+# Ours next to the paper's ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table of the paper: where it stands, and what it is called."""
+    """A line of a table of the paper: its place and its name."""
 
     label: str
     dataset: str
@@ -62,7 +62,7 @@ class Line:
 
 
 def lines_of(published: Published, table: str, dataset: str | None = None) -> list[Line]:
-    """The lines of a table of scores: one a dimension of one data set, or one a corruption and dimension."""
+    """Return the lines of a table of scores: one per dimension of a data set, or one per corruption and dimension."""
     if dataset is not None:
         return [Line(f"s = {s}", dataset, s) for s in published.dims(table, dataset)]
     lines = []
@@ -75,7 +75,7 @@ def lines_of(published: Published, table: str, dataset: str | None = None) -> li
 def beside_paper(
     measurements: Measurements, published: Published, table: str, metric: str, lines: Sequence[Line], caption: str
 ) -> Table:
-    """Three rows a line: ours (the best in bold), the paper's, the difference (bold from two standard errors on)."""
+    """Return three rows per line: ours (best in bold), the paper's, the difference (bold from two standard errors)."""
     projectors = published.distinct(table, "projector")
     rows: list[list[str]] = []
     for line in lines:
@@ -90,7 +90,7 @@ def beside_paper(
 
 
 def seeds_of(estimates: Sequence[Estimate | None]) -> str:
-    """'5', '2 to 5' where methods differ, 'not run yet'."""
+    """Return '5', '2 to 5' if methods differ, or 'not run yet'."""
     counts = [estimate.seeds for estimate in estimates if estimate is not None]
     return span(counts) if counts else NOT_RUN
 
@@ -116,7 +116,7 @@ def difference_cell(difference: Difference | None, digits: int) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a table of the paper compares with ours: cells, and of those with standard errors how many agree."""
+    """Comparison of a table of the paper with ours: the number of cells, and how many with standard errors agree."""
 
     cells: int
     tested: int
@@ -128,7 +128,7 @@ class Agreement:
 def agreement(
     measurements: Measurements, published: Published, table: str, metric: str, lines: Sequence[Line]
 ) -> Agreement | None:
-    """None where no cell of the table was run. Cells of −∞ are left out."""
+    """Return how a table compares with ours; None if no cell of the table was run. Cells of −∞ are left out."""
     pairs = []
     for line in lines:
         for projector in published.distinct(table, "projector"):
@@ -152,7 +152,7 @@ def agreement(
 def agreement_table(
     measurements: Measurements, published: Published, parts: Sequence[tuple[str, str, Sequence[Line]]]
 ) -> Table:
-    """One row a part (its name, the table, its lines) and metric."""
+    """Return one row per part (its name, the table, its lines) and metric."""
     rows = []
     for name, table, lines in parts:
         for metric in published.distinct(table, "metric"):
@@ -164,14 +164,14 @@ def agreement_table(
             difference = signed(found.median_difference, 3)
             rows.append([name, title(metric), str(found.cells), within, difference, number(found.correlation, 2)])
     header = ["table", "metric", "cells", "within two standard errors", "median difference", "Spearman's ρ"]
-    return Table("Our cells beside the paper's", header, rows, labels=2)
+    return Table("Our cells compared with the paper's", header, rows, labels=2)
 
 
 # What was run ---------------------------------------------------------------------------------------------------------
 
 
 def overview(measurements: Measurements, expected: Sequence[str]) -> Table:
-    """Every data set of the paper and of the results, with its seeds."""
+    """Return every data set of the paper and of the results, with its seeds."""
     rows = []
     for dataset in dict.fromkeys([*expected, *measurements.datasets]):
         methods = measurements.methods(dataset)
@@ -182,7 +182,7 @@ def overview(measurements: Measurements, expected: Sequence[str]) -> Table:
 
 
 def notes(measurements: Measurements) -> Table:
-    """What the runs noted: precision, ranks, whatever was cut."""
+    """Return what the runs noted: precision, ranks, anything that was cut."""
     noted = measurements.rows[measurements.rows["note"] != ""]
     rows = []
     for (dataset, note), group in noted.groupby(["dataset", "note"], sort=False):
@@ -194,7 +194,7 @@ def notes(measurements: Measurements) -> Table:
 
 
 def _corruptions_joined(rows: list[list[str]]) -> list[list[str]]:
-    """Rows that differ only in the corruption become one."""
+    """Join rows that differ only in the corruption."""
     joined: dict[tuple[str, ...], int] = {}
     for dataset, *rest in rows:
         name = f"{dataset.split('/')[0]}/…" if "/" in dataset else dataset
@@ -206,7 +206,7 @@ def _corruptions_joined(rows: list[list[str]]) -> list[list[str]]:
 
 
 def divergences(measurements: Measurements, dataset: str, methods: Sequence[str], largest: float) -> Table:
-    """KL from the full posterior for every s of the grid."""
+    """Return KL from the full posterior for every s of the grid."""
     metric = measurements.divergence(dataset)
     shown = [m for m in methods if measurements.dims(dataset, m, metric) and m not in WITHOUT_DIMENSION]
     grid = sorted({s for m in shown for s in measurements.dims(dataset, m, metric) if on_grid(s, largest)})
@@ -227,13 +227,13 @@ def _with_fewer_seeds_marked(estimates: Sequence[Estimate | None]) -> list[str]:
 
 
 def reference_dims(measurements: Measurements, dataset: str) -> list[int]:
-    """Two dimensions at which methods are compared: the one nearest to 100 in ratio, and the largest."""
+    """Return two dimensions at which methods are compared: the one nearest to 100 in ratio, and the largest."""
     dims = measurements.dims(dataset, "lowrank-kfac", "nll")
     return sorted({min(dims, key=lambda s: abs(math.log(s / 100))), dims[-1]}) if dims else []
 
 
 def baselines(measurements: Measurements, dataset: str) -> Table:
-    """All methods of one data set side by side, those without a choice of s first."""
+    """Return all methods of one data set side by side, methods without a choice of s first."""
     metrics = [m for m in ("nll", "ece", "brier", "coverage", measurements.divergence(dataset), "log_trace")]
     methods = measurements.methods(dataset)
     fixed: list[tuple[str, int | None]] = [(m, None) for m in WITHOUT_DIMENSION if m in (*methods, "ensemble")]
@@ -254,7 +254,7 @@ def baselines(measurements: Measurements, dataset: str) -> Table:
 
 
 def corrupted_baselines(measurements: Measurements, datasets: Sequence[str], s: int, metric: str) -> Table:
-    """What the paper does not have on corrupted data, beside lowrank-kfac; the best in bold."""
+    """Return methods that the paper does not have, on corrupted data, next to lowrank-kfac; the best in bold."""
     methods = ("map", "temperature", "ensemble", "last-layer", "kfac", "lowrank-isotropic", "lowrank-kfac")
     run = [d for d in datasets if measurements.estimate(d, "lowrank-kfac", metric, s) is not None]
     shown = [m for m in methods if any(measurements.estimate(d, m, metric, s) is not None for d in run)]
@@ -270,7 +270,7 @@ def corrupted_baselines(measurements: Measurements, datasets: Sequence[str], s: 
 
 
 def rank_correlations(measurements: Measurements, datasets: Sequence[str], largest: dict[str, float]) -> Table:
-    """Spearman's ρ of KL with −log-trace for each set and s, over the paper's five projectors and over all feasible."""
+    """Return Spearman's ρ of KL with −log-trace for each set and s: the paper's projectors, and all feasible ones."""
     rows = []
     for dataset in datasets:
         dims = {s for m in FEASIBLE for s in measurements.dims(dataset, m, "log_trace")}
@@ -286,7 +286,7 @@ def rank_correlations(measurements: Measurements, datasets: Sequence[str], large
 
 
 def corrupted_rank_correlations(measurements: Measurements, published: Published) -> Table:
-    """ρ of KL with −log-trace on each corruption: ours, and that of the paper's table."""
+    """Return ρ of KL with −log-trace on each corruption: ours, and the one of the paper's table."""
     rows = []
     for line in lines_of(published, "mnist_c_approximation_quality"):
         found, _ = our_rank_correlations(measurements, line.dataset, line.s, PAPER_PROJECTORS)

@@ -1,7 +1,8 @@
-"""The plain network beside the posterior, on data that neither has seen."""
+"""The plain network next to the posterior, on data that neither has seen."""
 
 from dataclasses import dataclass, field
 from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -10,38 +11,44 @@ from torch import Tensor
 from sublaplace import metrics
 
 LEVELS = tuple(k / 20 for k in range(1, 20))
-"""Of the intervals whose coverage a picture shows."""
+"""Levels of the intervals whose coverage the figure shows."""
 
-_SHOWN = {
-    "nll": "NLL",
-    "accuracy": "accuracy",
-    "rmse": "RMSE",
-    "ece": "ECE",
-    "brier": "Brier",
-    "crps": "CRPS",
-    "coverage": "90 % interval",
+COLUMNS = {
+    "nll": ("NLL", ".4f"),
+    "accuracy": ("accuracy", ".1%"),
+    "rmse": ("RMSE", ".4f"),
+    "ece": ("ECE", ".4f"),
+    "brier": ("Brier", ".4f"),
+    "crps": ("CRPS", ".4f"),
+    "coverage": ("90 % interval", ".1%"),
 }
+"""Title and format of every score in the printed table."""
+
+
+_LARGEST_MARKER = 500.0  # points², the area of a marker for all inputs
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one predictor scores.
+    """The scores of one predictor.
 
     Args:
         scores: "nll", then "accuracy", "ece" and "brier", or "rmse", "crps" and "coverage" of the 90 % interval.
         log_densities: ln p(y|x) of every input: (n,).
         curve: for classification the mean confidence and the accuracy per bin; for regression the level of intervals
             and their coverage.
+        counts: for classification the number of inputs in each bin; None where every point stands for all inputs.
     """
 
     scores: dict[str, float]
     log_densities: Tensor = field(repr=False)
     curve: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    counts: Tensor | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Scores of the plain network and of the posterior; `print` shows them as a table, `plot` as a picture."""
+    """Scores of the plain network and of the posterior; shown as a table, `plot` draws a figure."""
 
     plain: Judged
     posterior: Judged
@@ -49,16 +56,16 @@ class Evaluation:
 
     @property
     def gain(self) -> tuple[float, float]:
-        """By how much the posterior's NLL is smaller than the plain network's, and the standard error of that."""
+        """The decrease of the NLL by the posterior, and its standard error."""
         difference = self.posterior.log_densities - self.plain.log_densities
         spread = float(difference.std(correction=1)) if len(difference) > 1 else float("nan")
         return float(difference.mean()), spread / sqrt(len(difference))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         names = list(self.plain.scores)
-        rows = [["", *(_SHOWN[name] for name in names)]]
+        rows = [["", *(COLUMNS[name][0] for name in names)]]
         for title, judged in (("plain network", self.plain), ("posterior", self.posterior)):
-            rows.append([title, *(_readable(name, judged.scores[name]) for name in names)])
+            rows.append([title, *(format(judged.scores[name], COLUMNS[name][1]) for name in names)])
         widths = [max(len(row[k]) for row in rows) for k in range(len(names) + 1)]
         lines = [
             "  ".join(
@@ -75,6 +82,8 @@ class Evaluation:
     def plot(self, axes: Any = None) -> Any:
         """Draw reliability (classification) or coverage (regression) of both, and return the axes.
 
+        In a reliability diagram, the area of a marker is proportional to the number of inputs in its bin.
+
         Args:
             axes: matplotlib axes to draw into; None: new ones.
 
@@ -90,18 +99,21 @@ class Evaluation:
         if axes is None:
             _, axes = plt.subplots(figsize=(4.5, 4.2), layout="constrained")
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
-        for title, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
+        for name, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
             if judged.curve is not None:
-                axes.plot(*(part.tolist() for part in judged.curve), "o-", color=color, markersize=3, label=title)
+                x, y = (part.tolist() for part in judged.curve)
+                if judged.counts is None:
+                    axes.plot(x, y, "o-", color=color, markersize=3, label=name)
+                else:
+                    axes.plot(x, y, color=color, linewidth=1, label=name)
+                    areas = _LARGEST_MARKER * judged.counts / judged.counts.sum()
+                    axes.scatter(x, y, areas.tolist(), color=color, alpha=0.6, linewidths=0)
         classes = "accuracy" in self.plain.scores
         axes.set_xlabel("confidence" if classes else "level of the interval")
         axes.set_ylabel("accuracy" if classes else "share of targets inside")
-        axes.legend(loc="lower right")
+        title = None if self.posterior.counts is None else "marker area: inputs per bin"
+        axes.legend(loc="lower right", title=title, title_fontsize="small")
         return axes
-
-
-def _readable(name: str, value: float) -> str:
-    return f"{value:.1%}" if name in ("accuracy", "coverage") else f"{value:.4f}"
 
 
 def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
@@ -114,20 +126,17 @@ def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor
         "ece": metrics.ece(probabilities, targets),
         "brier": metrics.brier(probabilities, targets),
     }
-    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]))
+    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]), bins.count[filled])
 
 
 def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
     """Score Gaussian predictions with these means and variances, noise included: (n, C)."""
     distances = ((targets - mean).abs() / variance.sqrt()).double()
-    inside = [
-        float((distances <= sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))).double().mean())
-        for level in LEVELS
-    ]
+    inside = [float((distances <= NormalDist().inv_cdf((1 + level) / 2)).double().mean()) for level in LEVELS]
     scores = {
         "nll": -float(log_densities.mean()),
         "rmse": metrics.rmse(mean, targets),
         "crps": metrics.crps(mean, variance, targets),
         "coverage": inside[LEVELS.index(0.9)],
     }
-    return Judged(scores, log_densities, (torch.tensor(LEVELS), torch.tensor(inside)))
+    return Judged(scores, log_densities, (torch.tensor(LEVELS, device="cpu"), torch.tensor(inside, device="cpu")))

@@ -1,9 +1,11 @@
 """`SubspaceLaplace`, the door through which users come in."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,13 @@ from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.jacobians.wanted import ROWS, Wanted
+from sublaplace.model.borrowing import claimed, full_precision
 from sublaplace.model.calling import call_model
-from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.fingerprint import Fingerprint, described_modules
+from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
+from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
-from sublaplace.model.likelihoods.links import LINKS, Covariance
+from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
 from sublaplace.model.linalg import diagonal_blocks
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.model.prediction import Prediction
@@ -50,8 +55,24 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projectors.registry import Builder, Projector, restored_projector
 from sublaplace.runtime import files
 from sublaplace.runtime.checks import checked_count, checked_positive
-from sublaplace.runtime.distributed import shared_out
+from sublaplace.runtime.distributed import require_same_data, shared_out
 from sublaplace.runtime.memory import require
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _with_model(
+    method: "Callable[Concatenate[SubspaceLaplace, _Arguments], _Result]",
+) -> "Callable[Concatenate[SubspaceLaplace, _Arguments], _Result]":
+    """Let a method run only if the model is the fitted one, in one thread at a time and without autocast."""
+
+    @functools.wraps(method)
+    def call(la: "SubspaceLaplace", *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with la._claimed():
+            return method(la, *args, **kwargs)
+
+    return call
 
 
 class SubspaceLaplace:
@@ -63,7 +84,7 @@ class SubspaceLaplace:
         likelihood: "classification", "regression", "binary", "multi-label", or a likelihood object such as
             ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``.
         dim: s, the dimension of the subspace, or ``Captured(0.5, at_most=500)``: the smallest that guarantees this
-            share of the full approximation's trace. None: 100.
+            share of the full approximation's trace. None: 100. A smaller rank of P limits s, and `summary` says so.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
@@ -120,10 +141,11 @@ class SubspaceLaplace:
         require_cpu_for(self._options.resources.scratch_folder, model)
         self._forward: Forward = call_model if forward is None else forward
         self._labels_key = labels_key
-        self._layout = ParameterLayout.of(model)
+        with claimed(model):  # another thread that has borrowed it has changed its flags for a while
+            self._layout = ParameterLayout.of(model)
         self._resolved = self._options.resolved()  # with what "auto" stands for
         self._state: Fitted | None = None
-        self._fingerprint: tuple[object, ...] = ()
+        self._fingerprint = Fingerprint({}, (), "")
         self._data: Iterable[Any] | None = None  # for a certificate that is asked for later
 
     @classmethod
@@ -139,6 +161,8 @@ class SubspaceLaplace:
     ) -> "SubspaceLaplace":
         """Return exactly the paper's posterior: the subspace alone, with a given λ and nothing outside.
 
+        Probabilities are those of the probit link, unless the likelihood is given as an object with another one.
+
         Args:
             model: as for the class.
             likelihood: as for the class.
@@ -149,7 +173,7 @@ class SubspaceLaplace:
         """
         return cls(
             model,
-            likelihood,
+            Categorical(link="probit") if likelihood == Categorical.name else likelihood,
             dim,
             projector=projector,
             complement=None,
@@ -192,18 +216,20 @@ class SubspaceLaplace:
         """
         loader = shared_out(self._checked_loader(train_loader), sharded)
         options = self._resolved
-        if val_loader is not None:
-            self._require_other_data(train_loader, val_loader)
-            val_loader = self._checked_loader(val_loader, "val_loader", once=True)
-            if not isinstance(val_loader, Iterator):  # faults of the data are found before the work, not after it
-                check_first_batch(val_loader, self._new_linearization(None), options.likelihood)
-        validated = val_loader is not None
-        fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
-        if val_loader is not None:
-            fitted = tuned_on(fitted, val_loader, progress=progress)
-        self._state = fitted
-        self._layout, self._data = fitted.linearization.layout, loader
-        self._fingerprint = ParameterLayout.fingerprint(self.model)
+        with claimed(self.model), full_precision(next(self.model.parameters()).device):
+            if val_loader is not None:
+                self._require_other_data(train_loader, val_loader)
+                val_loader = self._checked_loader(val_loader, "val_loader", once=True)
+                if not isinstance(val_loader, Iterator):  # faults of the data are found before the work, not after it
+                    require_same_data(val_loader, "The validation data")
+                    check_first_batch(val_loader, self._new_linearization(None), options.likelihood)
+            validated = val_loader is not None
+            fitted = fit(options, loader, self.model, self._forward, certify, validated, checkpoint, progress)
+            if val_loader is not None:
+                fitted = tuned_on(fitted, val_loader, progress=progress)
+            self._state = fitted
+            self._layout, self._data = fitted.linearization.layout, loader
+            self._fingerprint = Fingerprint.of(self.model)
         return self
 
     def _checked_loader(self, loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
@@ -226,21 +252,22 @@ class SubspaceLaplace:
 
     # Predicting -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, x: Any, link: str = "probit") -> Tensor | tuple[Tensor, Tensor]:
+    @_with_model
+    def __call__(self, x: Any, link: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return probabilities (n, C), or for regression the outputs (n, C) and their covariance without σ² (n, C, C).
 
         Args:
             x: a tensor, a batch or a loader of inputs.
             link: how logits become probabilities, see `predict`.
         """
-        fitted = self._usable()
-        if fitted.survey.likelihood.has_noise:
-            _checked_link(link)
-            return self._passed(fitted, x, "matrix")
-        prediction = self.predict(x, link)
-        return prediction.probabilities if prediction.has_probabilities else (prediction.mean, prediction.covariance)
+        _checked_link(link)
+        fitted = self._fitted()
+        if fitted.survey.likelihood.has_probabilities:
+            return self._predicted(fitted, x, link).probabilities
+        return self._passed(fitted, x, "matrix")
 
-    def predict(self, x: Any, link: str = "probit", samples: int = 1000, progress: bool = False) -> Prediction:
+    @_with_model
+    def predict(self, x: Any, link: str | None = None, samples: int = 1000, progress: bool = False) -> Prediction:
         """Return the prediction for a tensor, a batch or a loader of inputs, in chunks under the memory budget.
 
         Means and variances come from one pass. Covariances (n, C, C) are only formed if they are asked for, in another
@@ -248,22 +275,28 @@ class SubspaceLaplace:
 
         Args:
             x: the inputs.
-            link: how logits become probabilities, "probit", "mc" or "bridge".
+            link: how logits become probabilities: "pairwise" or "probit" by the outputs' variances, "mc" or "bridge" by
+                their covariances. None: that of the likelihood, which λ was tuned for.
             samples: how many draws "mc" takes.
             progress: show a bar.
         """
         _checked_link(link)
         checked_count(samples, "samples")
-        fitted = self._usable()
+        return self._predicted(self._fitted(), x, link, samples, progress)
+
+    def _predicted(
+        self, fitted: Fitted, x: Any, link: str | None, samples: int = 1000, progress: bool = False
+    ) -> Prediction:
+        link = fitted.survey.likelihood.default_link if link is None else link
         C, subspace = fitted.survey.num_outputs, fitted.posterior.subspace
         low_rank = subspace is not None and subspace is fitted.posterior and subspace.dim < C
-        sampled = link != "probit"
+        sampled = link in WITH_MATRICES
         form = "factor" if low_rank and sampled else "matrix" if sampled or C == 1 else "variance"
         if isinstance(x, Iterator) and form == "variance":
             form = "factor" if low_rank else "matrix"  # x cannot be read again for covariances
         means, found = self._passed(fitted, x, form, progress)
         if form == "matrix":
-            uncertainty = Covariance(found.diagonal(dim1=1, dim2=2), lambda: found)
+            uncertainty = Covariance.of(found)
         elif form == "factor":
             uncertainty = Covariance(found.square().sum(2), lambda: found @ found.mT, lambda: found)
         else:
@@ -307,6 +340,7 @@ class SubspaceLaplace:
         means, spreads = (torch.cat(parts) for parts in zip(*found, strict=True))
         return means, spreads
 
+    @_with_model
     def functional_variance(self, x: Any, outputs: Any = None) -> Tensor:
         """Return the posterior variance of each output, (n, C), without forming (C, C).
 
@@ -315,8 +349,9 @@ class SubspaceLaplace:
             outputs: the outputs that are asked for, (k,) for all inputs or (n, k), such as those of the k most
                 probable classes: the result is (n, k). None: all.
         """
-        return self._passed(self._usable(), x, "variance", outputs=outputs)[1]
+        return self._passed(self._fitted(), x, "variance", outputs=outputs)[1]
 
+    @_with_model
     def functional_covariance(self, x: Any, joint: bool = False, outputs: Any = None) -> Tensor:
         """Return J Ψ Jᵀ for each input, (n, C, C), or with `joint` over all of them together, (nC, nC).
 
@@ -325,7 +360,7 @@ class SubspaceLaplace:
             joint: over all inputs together.
             outputs: the outputs that are asked for, as in `functional_variance`: the result is (n, k, k).
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         if not joint:
             return self._passed(fitted, x, "matrix", outputs=outputs)[1]
         if outputs is not None:
@@ -374,8 +409,9 @@ class SubspaceLaplace:
         rows = torch.zeros(count, chosen.shape[1], fitted.survey.num_outputs, dtype=linearization.dtype)
         return rows.scatter_(2, chosen.unsqueeze(2), 1.0).to(linearization.device)
 
+    @_with_model
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
-        """Return scores of the plain network beside the posterior's, on data that neither has seen.
+        """Return scores of the plain network and of the posterior, on data that neither has seen.
 
         NLL, accuracy, ECE and Brier score for classes; NLL, RMSE, CRPS and the coverage of 90 % intervals for
         regression, where the plain network's σ is the root mean square of its training residuals. `print` shows a
@@ -388,24 +424,26 @@ class SubspaceLaplace:
         Raises:
             ValueError: if the loader is empty, or all its labels are ignored.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         data = self._checked_loader(loader, "evaluate", once=True)
         return evaluated(fitted, data, self._options.likelihood.noise_std, progress)
 
     # Held against the full Laplace approximation ----------------------------------------------------------------------
 
+    @_with_model
     def bounds(self, x: Any, train_loader: Iterable[Any] | None = None, *, progress: bool = False) -> Bounds:
         """Return covariances between which the full Laplace approximation lies for each input: lower ≼ Σ ≼ upper.
 
         The lower one is that of the subspace (without a complement). For classification, `.probabilities` is the
-        interval of each predicted probability by the probit link. Needs no more than p × s matrices; see `Certificate`.
+        interval of each predicted probability by the likelihood's link. Needs no more than p × s matrices; see
+        `Certificate`.
 
         Args:
             x: the inputs.
             train_loader: the training data, where they are not kept: after loading, copying or pickling.
             progress: show bars.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         certificate = self._certified(fitted, train_loader, progress)
         outputs, lower, upper = [], [], []
         with fitted.linearization.borrowed():
@@ -418,12 +456,13 @@ class SubspaceLaplace:
         probabilities = fitted.survey.likelihood.probability_interval(torch.cat(outputs), *variances)
         return Bounds(*ends, probabilities)
 
+    @_with_model
     def captured_share(self, x: Any, train_loader: Iterable[Any] | None = None, *, progress: bool = False) -> Tensor:
         """Return the guaranteed share of the full trace for every leading dimension: (s,) in float64.
 
         That is Tr Σ_{P_s} over the upper bound of the trace, both summed over the inputs. Arguments as of `bounds`.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         certificate = self._certified(fitted, train_loader, progress)
         with fitted.linearization.borrowed():
             return certificate.captured(self._jacobians(x, progress))
@@ -453,6 +492,7 @@ class SubspaceLaplace:
             )
         return self._data
 
+    @_with_model
     def full_covariance(
         self,
         x: Any,
@@ -477,7 +517,7 @@ class SubspaceLaplace:
             tolerance: the relative residual at which the search ends.
             progress: show bars.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         linearization = fitted.linearization
         checked_positive(tolerance, "tolerance")
         data = self._training_data(train_loader, "Full covariances")
@@ -493,22 +533,24 @@ class SubspaceLaplace:
         )
         return full if joint else full._replace(covariance=diagonal_blocks(full.covariance, num_inputs(inputs)))
 
+    @_with_model
     def leading_traces(self, x: Any) -> Tensor:
         """Return Tr Σ_{P,x} over all inputs for every leading dimension 1 … s: (s,) in float64, for the price of one.
 
         Of the subspace alone, without a complement.
         """
-        fitted, subspace = self._usable(), self._subspace()
+        fitted, subspace = self._fitted(), self._subspace()
         with fitted.linearization.borrowed():
             jacobians = self._jacobians(x, wanted=subspace.wanted)
             return torch.stack([subspace.traces(jacobian) for jacobian in jacobians]).sum(0)
 
     # What was fitted --------------------------------------------------------------------------------------------------
 
+    @_with_model
     def projection_matrix(self) -> Tensor:
         """Return P (p, s), leading columns first; orthonormal, in units of each layer's λ where that has its own."""
         projection = self._subspace().projection
-        linearization = self._usable().linearization
+        linearization = self._fitted().linearization
         require(
             self._layout.num_parameters * projection.dim * linearization.dtype.itemsize,
             linearization.device,
@@ -543,7 +585,12 @@ class SubspaceLaplace:
     @property
     def noise_std(self) -> Noise | None:
         """σ of regression, one number or one for each output; None for classification and before an estimate."""
-        return (self._options.likelihood if self._state is None else self._state.survey.likelihood).noise_std
+        return self.likelihood.noise_std
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """How targets depend on the outputs; after fit with the σ in use, where it has one."""
+        return self._options.likelihood if self._state is None else self._state.survey.likelihood
 
     @property
     def complement_weight(self) -> float | None:
@@ -561,26 +608,31 @@ class SubspaceLaplace:
         """What each stage of the fit took: `.seconds`, and `.peak_bytes` of the process up to its end."""
         return dict(self._fitted().stages)
 
+    @_with_model
     def summary(self) -> str:
         """Return what was fitted as text: sizes, λ, σ, how parameters are treated, seconds and memory of each stage."""
-        return summary_text(repr(self), self._usable())
+        return summary_text(repr(self), self._fitted())
 
     # Relatives --------------------------------------------------------------------------------------------------------
 
+    @_with_model
     def truncated(self, dim: int) -> "SubspaceLaplace":
         """Return the same posterior in the leading `dim` dimensions, without a pass over the data."""
-        fitted, subspace = self._usable(), self._subspace()
+        fitted, subspace = self._fitted(), self._subspace()
         if checked_count(dim, "dim") > subspace.dim:
             raise ValueError(f"Cannot truncate to {dim} dimensions: there are {subspace.dim}.")
         certificate = None if fitted.certificate is None else fitted.certificate.truncated(dim)
-        return self._with(replace(fitted, posterior=fitted.posterior.truncated(dim), certificate=certificate))
+        posterior = fitted.posterior.truncated(dim)
+        return self._with(replace(fitted, posterior=posterior, certificate=certificate, dim_note=""))
 
+    @_with_model
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """Return the same subspace under another λ, without a pass over the data (P was built at the old λ)."""
-        fitted = self._usable()
+        fitted = self._fitted()
         prior = checked_positive(prior_precision, "prior_precision")
         return self._with(fitted.with_prior(prior))
 
+    @_with_model
     def updated(self, loader: Iterable[Any], *, progress: bool = False) -> "SubspaceLaplace":
         """Return a new posterior that has also seen `loader`: that of a fit on both with the same P, λ and weight.
 
@@ -588,7 +640,7 @@ class SubspaceLaplace:
             loader: more training data.
             progress: show bars.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         loader = shared_out(self._checked_loader(loader, "updated"))
         resources, seed, outside = self._options.resources, self._options.seed, self._resolved.outside
         kind = "kfac" if outside is None else outside.kind
@@ -596,6 +648,7 @@ class SubspaceLaplace:
         other._data = None if self._data is None else Chained((self._data, loader))
         return other
 
+    @_with_model
     def tuned(self, by: Any = "evidence", *, noise: bool | None = None, progress: bool = False) -> "SubspaceLaplace":
         """Return the same posterior with its best λ, with P kept.
 
@@ -605,7 +658,7 @@ class SubspaceLaplace:
             noise: tune σ as well; None: on validation data yes, by the evidence no.
             progress: show a bar.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         if isinstance(by, str):
             if by != "evidence":
                 raise ValueError(f"Unknown way to tune, '{by}'; choose 'evidence' or give a loader of validation data.")
@@ -642,6 +695,7 @@ class SubspaceLaplace:
         self._state = self.tuned(by, noise=tune_noise, progress=progress)._state
         return self
 
+    @_with_model
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
     ) -> Tensor:
@@ -653,32 +707,36 @@ class SubspaceLaplace:
             prior_precision: λ; None: as fitted.
             noise_std: σ; None: as fitted. A likelihood without noise does not depend on it.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         prior = fitted.posterior.prior_precision if prior_precision is None else prior_precision
         checked_positive(prior, "prior_precision")
-        noise = torch.as_tensor(fitted.survey.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        noise = torch.as_tensor(
+            fitted.survey.noise_std if noise_std is None else noise_std, dtype=torch.float64, device="cpu"
+        )
         if noise_std is not None:
             checked_noise(noise)
             fitted.require_noise_like(noise.numel())
         evidence = evidence_of(fitted.posterior, fitted.survey, fitted.linearization.squared_norm())
-        return evidence(torch.as_tensor(prior, dtype=torch.float64), noise)
+        return evidence(torch.as_tensor(prior, dtype=torch.float64, device="cpu"), noise)
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
+    @_with_model
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Return draws of the parameters, (count, p), in `named_parameters()` order.
 
         Args:
             count: how many.
-            generator: on the CPU; None: one with the object's seed, so that every call gives the same draws.
+            generator: on any device; None: one on the CPU with the object's seed, so that all calls draw the same.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         linearization = fitted.linearization
         drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
         if linearization.units is not None:
             drawn = drawn * linearization.flat_units(drawn)
         return self._layout.flat(linearization.model) + drawn
 
+    @_with_model
     def functional_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Return draws of the linearised network's outputs, (count, n, C).
 
@@ -689,7 +747,7 @@ class SubspaceLaplace:
             count: how many functions.
             generator: as of `sample`.
         """
-        fitted = self._usable()
+        fitted = self._fitted()
         linearization = fitted.linearization
         drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
         vectors = self._layout.unflatten(drawn)
@@ -707,21 +765,24 @@ class SubspaceLaplace:
             "Draw fewer at once.",
         )
         used = torch.Generator().manual_seed(self._options.seed) if generator is None else generator
-        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64)
+        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64, device=used.device)
 
     # Files ------------------------------------------------------------------------------------------------------------
 
+    @_with_model
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
-        fitted, options = self._usable(), self._resolved
+        fitted, options = self._fitted(), self._resolved
         tensors, numbers = fitted.posterior.stored()
         description = {
             "posterior": numbers,
             "certificate": None,
             "model": model_fingerprint(self.model),
+            "modules": described_modules(self.model),
             "survey": fitted.survey.numbers(),
+            "likelihood": options.likelihood.numbers(),  # as given: whether σ is to be estimated
             "projector": None if options.projector is None else options.projector.label,
-            "dim": plain_numbers(options.dim) if options.reduces and not _own_dim(options) else None,
+            "dim": plain_numbers(options.dim) if _asks_for_dim(options) else None,
             "complement": plain_numbers(options.complement),
             "seed": options.seed,
             "direction_tolerance": options.resources.direction_tolerance,
@@ -729,6 +790,7 @@ class SubspaceLaplace:
             "prior_precision": options.prior_precision,
             "prior_structure": options.prior_structure,
             "chosen_by": fitted.chosen_by,
+            "dim_note": fitted.dim_note,
             "units": fitted.units,
         }
         if fitted.certificate is not None:
@@ -758,14 +820,26 @@ class SubspaceLaplace:
         Raises:
             SavedFileError: for a file that is not ours, altered or from another model. No code is executed.
         """
+        with claimed(model):
+            return cls._loaded(path, model, forward, labels_key, memory_budget)
+
+    @classmethod
+    def _loaded(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        forward: Forward | None,
+        labels_key: str,
+        memory_budget: int | None,
+    ) -> "SubspaceLaplace":
         layout = ParameterLayout.of(model)
-        tensors, found = files.read(path, layout.flat(model).device)
+        tensors, found = files.read(path, next(model.parameters()).device)
         try:
-            require_same_model(found["model"], model)
+            require_same_model(found["model"], found["modules"], model)
             survey = Survey.from_numbers(found["survey"])
             la = cls(
                 model,
-                survey.likelihood,
+                likelihood_from(found["likelihood"]),
                 option_from(found["dim"]),
                 projector=restored_projector(found["projector"]),
                 complement=option_from(found["complement"]),
@@ -785,11 +859,11 @@ class SubspaceLaplace:
             certificate = None
             if found["certificate"] is not None:
                 certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
+            about = {key: found[key] for key in ("units", "chosen_by", "dim_note")}
         except (KeyError, TypeError) as error:
             raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        about = {"units": found["units"], "chosen_by": found["chosen_by"]}
         la._state = Fitted(linearization, posterior, survey, certificate, **about)
-        la._fingerprint = ParameterLayout.fingerprint(model)
+        la._fingerprint = Fingerprint.of(model)
         return la
 
     def __getstate__(self) -> dict[str, Any]:
@@ -819,14 +893,17 @@ class SubspaceLaplace:
             raise RuntimeError("This SubspaceLaplace is not fitted yet; call fit(train_loader) first.")
         return self._state
 
-    def _usable(self) -> Fitted:
-        """Return what was fitted, if the model is still the one that it was fitted for."""
-        fitted = self._fitted()
-        if ParameterLayout.fingerprint(self.model) != self._fingerprint:
-            raise RuntimeError(
-                "The model's parameters have changed since fit, so the posterior no longer belongs to it; fit again."
-            )
-        return fitted
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Keep other threads off the model, and make sure that it is still the one that was fitted."""
+        device = self._fitted().linearization.device
+        with claimed(self.model), full_precision(device):
+            changed = self._fingerprint.difference(Fingerprint.of(self.model))
+            if changed is not None:
+                raise RuntimeError(
+                    f"{changed} has changed since fit, so the posterior no longer belongs to the model; fit again."
+                )
+            yield
 
     def _subspace(self) -> SubspacePosterior:
         subspace = self._fitted().posterior.subspace
@@ -869,10 +946,11 @@ def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
     return chosen.long()
 
 
-def _checked_link(link: str) -> None:
-    if link not in LINKS:
-        raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+def _checked_link(link: str | None) -> None:
+    if link is not None and link not in LINKS:
+        raise unknown(link)
 
 
-def _own_dim(options: Options) -> bool:
-    return options.projector is not None and options.projector.own_dim
+def _asks_for_dim(options: Options) -> bool:
+    projector = options.projector
+    return projector is not None and projector.reduces and not projector.own_dim and not options.default_dim

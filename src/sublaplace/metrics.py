@@ -317,10 +317,10 @@ def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
 
 def _chi_square_quantile(level: float, degrees: int) -> float:
     """Return q with P(χ²_degrees ≤ q) = level, by bisection of the incomplete gamma function to float64 precision."""
-    shape = torch.tensor(degrees / 2, dtype=torch.float64)
+    shape = torch.tensor(degrees / 2, dtype=torch.float64, device="cpu")
 
     def distribution(q: float) -> float:
-        return torch.special.gammainc(shape, torch.tensor(q / 2, dtype=torch.float64)).item()
+        return torch.special.gammainc(shape, torch.tensor(q / 2, dtype=torch.float64, device="cpu")).item()
 
     low, high = 0.0, float(degrees)
     while distribution(high) < level:

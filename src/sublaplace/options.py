@@ -95,6 +95,11 @@ class Resources:
             checked_count(self.memory_budget, "memory_budget")
         if self.direction_tolerance is not None:
             object.__setattr__(self, "direction_tolerance", checked_tolerance(self.direction_tolerance))
+        if self.scratch_folder is not None:
+            folder = os.path.expanduser(self.scratch_folder)
+            if not os.path.isdir(folder):
+                raise ValueError(f"scratch_folder={os.fspath(folder)!r} is not a folder; create it first.")
+            object.__setattr__(self, "scratch_folder", folder)
         if isinstance(self.curvature_samples, str):
             if self.curvature_samples != ALL:
                 raise ValueError(
@@ -102,8 +107,6 @@ class Resources:
                 )
         elif self.curvature_samples is not None:
             checked_count(self.curvature_samples, "curvature_samples")
-        if self.scratch_folder is not None and not os.path.isdir(self.scratch_folder):
-            raise ValueError(f"scratch_folder={os.fspath(self.scratch_folder)!r} is not a folder; create it first.")
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the direction tolerance for a model of this type."""
@@ -208,6 +211,10 @@ class Options:
                 "fit(checkpoint=…) needs a projector with a name, by which a resumed fit recognises it: decorate your "
                 "function with @sublaplace.projector('my-name')."
             )
+        return self.described()
+
+    def described(self) -> dict[str, Any]:
+        """Return what the posterior depends on, beside the model and the data, as values that JSON can hold."""
         given = isinstance(self.subspace_inputs, Given)
         return {
             "likelihood": self.likelihood.numbers(),

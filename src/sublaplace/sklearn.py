@@ -27,6 +27,7 @@ from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
+from sublaplace.model.likelihoods.links import WITH_MATRICES
 from sublaplace.options import Captured, Complement
 from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime.checks import checked_count, checked_positive
@@ -154,7 +155,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         """Return X (n, n_features) as a tensor of the network's dtype."""
         check_is_fitted(self)
         dtype = next(self.laplace_.model.parameters()).dtype
-        return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype)
+        return torch.tensor(validate_data(self, X, reset=False, dtype=_DTYPES), dtype=dtype, device="cpu")
 
 
 def _warn_again(caught: list[warnings.WarningMessage]) -> None:
@@ -172,7 +173,7 @@ def _split(targets: Tensor, fraction: float, likelihood: Likelihood, seed: int) 
     """Return the positions to train on and those held out; for classification, each class has its share in both."""
     classes = None if likelihood.has_noise else targets.numpy()
     parts = train_test_split(np.arange(len(targets)), test_size=fraction, random_state=seed, stratify=classes)
-    return torch.tensor(parts[0]), torch.tensor(parts[1])
+    return torch.tensor(parts[0], device="cpu"), torch.tensor(parts[1], device="cpu")
 
 
 class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
@@ -257,13 +258,13 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         inputs, values = validate_data(
             self, X, y, dtype=_DTYPES, multi_output=True, y_numeric=True, ensure_min_samples=2
         )
-        targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1))
+        targets = torch.tensor(np.asarray(values, dtype=inputs.dtype).reshape(len(inputs), -1), device="cpu")
         standardise = Standardisation(targets)
         self._target_mean = standardise.mean.numpy()
         self._target_scale = standardise.scale.numpy()
         self._one_target = values.ndim == 1
         given = Hyperparameters(self._prior(), self._standardised_noise())
-        self._fit(torch.tensor(inputs), standardise(targets), targets.shape[1], Gaussian(), given)
+        self._fit(torch.tensor(inputs, device="cpu"), standardise(targets), targets.shape[1], Gaussian(), given)
         noise_std = np.asarray(self.laplace_.noise_std) * self._target_scale
         self.noise_std_ = float(noise_std[0]) if self._one_target else noise_std
         return self
@@ -340,7 +341,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         prior_precision: λ > 0 of the training and the posterior, or "evidence" to tune this λ by the evidence during
             training. "auto": the evidence tunes λ of the training, and the posterior has its own λ, as in
             `SubspaceLaplace`.
-        link: how logits become probabilities: "probit", "mc" or "bridge".
+        link: how logits become probabilities, "pairwise", "probit", "mc" or "bridge", as in `SubspaceLaplace.predict`.
         learning_rate: the initial learning rate of Adam, which decays to zero along a cosine.
         batch_size: inputs per step.
         max_iter: passes over the data.
@@ -367,7 +368,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         dim: int | Captured | None = None,
         complement: str | Complement | None = "auto",
         prior_precision: float | str = "auto",
-        link: str = "probit",
+        link: str = "pairwise",
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
@@ -406,8 +407,18 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"A classifier needs at least two classes; y holds one class, {self.classes_[0]}.")
         given = Hyperparameters(self._prior())
-        self._fit(torch.tensor(inputs), torch.tensor(labels), len(self.classes_), Categorical(), given)
+        self._fit(
+            torch.tensor(inputs, device="cpu"),
+            torch.tensor(labels, device="cpu"),
+            len(self.classes_),
+            self._likelihood(),
+            given,
+        )
         return self
+
+    def _likelihood(self) -> Categorical:
+        """Return the likelihood that λ is tuned for: with the link of predictions, if it needs variances alone."""
+        return Categorical() if self.link in WITH_MATRICES else Categorical(link=self.link)
 
     def predict_proba(self, X: ArrayLike) -> Floats:
         """Return the probability of each class for inputs X: (n, n_classes), columns in the order of `classes_`."""

@@ -490,8 +490,8 @@ def verdicts(rows: list[Row]) -> dict[str, str]:
 def test_findings_change_with_the_numbers() -> None:
     rows = made_up(["enb", "redwine", "fashionmnist"], 2, list(MNIST_C))
     found = verdicts(rows)
-    nearer = "Low-rank subspaces are nearer to the full posterior than subsets, but for ENB."
-    exception = "On ENB some subsets are slightly nearer than low-rank subspaces."
+    nearer = "Low-rank subspaces are closer to the full posterior than subsets, except on ENB."
+    exception = "On ENB some subsets are slightly closer than low-rank subspaces."
     corrupted = "On corrupted MNIST lowrank-kfac is nearest to the full posterior."
     assert (found[nearer], found[corrupted]) == ("holds", "holds")
     swapped = {"lowrank-kfac": "subset-swag", "subset-swag": "lowrank-kfac", "lowrank-diagonal": "subset-magnitude"}

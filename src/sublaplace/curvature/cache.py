@@ -10,6 +10,7 @@ from sublaplace.curvature.last_layer import last_layer_ggn
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import fits, require
 
 Exact = DensePrecision | DualPrecision
@@ -52,7 +53,7 @@ class Curvatures:
         if prior_precision not in self._exact:
             rows, p = self._sizes
             require(
-                exact_bytes(p, rows),
+                self._exact_bytes,
                 self.stream.linearization.device,
                 f"The exact GGN of {p:,} parameters",
                 "Use a subspace such as projector='lowrank-kfac', less data, or fewer parameters with "
@@ -63,8 +64,8 @@ class Curvatures:
 
     def exact_fits(self, prior_precision: float) -> bool:
         """Return whether `exact` fits into memory or is already computed."""
-        rows, p = self._sizes
-        return prior_precision in self._exact or fits(exact_bytes(p, rows), self.stream.linearization.device)
+        here = prior_precision in self._exact or fits(self._exact_bytes, self.stream.linearization.device)
+        return all(ranks_of(self.stream.loader).gather(here))  # or the ranks would go different ways
 
     def in_units(self, linearization: Linearization, units: dict[str, float]) -> "Curvatures":
         """Return the curvatures with respect to parameters in other units; what was computed is converted."""
@@ -75,6 +76,12 @@ class Curvatures:
     def has(self, kind: str) -> bool:
         """Return whether a form, "kfac" or "diagonal", has been computed."""
         return kind in self._blocks
+
+    @property
+    def _exact_bytes(self) -> int:
+        """The peak memory of `exact`, with the chunks of the pass."""
+        rows, p = self._sizes
+        return exact_bytes(p, rows) + self.stream.linearization.policy.peak_bytes
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -146,7 +146,7 @@ class DualPrecision(Precision):
 
     def log_determinant(self) -> Tensor:
         m, p = self.rows.shape
-        prior = torch.tensor(self.prior_precision, dtype=torch.float64)
+        prior = torch.tensor(self.prior_precision, dtype=torch.float64, device="cpu")
         return 2 * self._factor.diagonal().log().sum() + (p - m) * prior.log()
 
     def curvature_eigenvalues(self) -> Tensor:

@@ -26,6 +26,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
     Cost: (nK)²·p/2, and one pass over the inputs per group; memory: the budget and (nK)².
     """
     total = torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64, device=jacobians.device)
+    at_once = min(_ROWS_AT_ONCE, jacobians.memory_budget // (3 * jacobians.dtype.itemsize))  # copied twice
     for group in _groups(parts, jacobians):
         held: dict[str, list[Block | None]] = {name: [] for name in group}
         counts: list[int] = []
@@ -37,7 +38,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
             del jacobian  # frees its memory before the next one is computed
         for name in group:
             scale = (parts[name].eigenvalues() + prior_precision).rsqrt()
-            for columns in _columns(held.pop(name), counts, scale):
+            for columns in _columns(held.pop(name), counts, scale, at_once):
                 total += gram({name: columns})
     if not torch.isfinite(total.diagonal()).all():
         for jacobian in jacobians:
@@ -65,13 +66,13 @@ def _num_elements(block: Block) -> int:
     return block.num_elements if isinstance(block, OuterBlock) else block.rows().numel()
 
 
-def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor) -> Iterator[Tensor]:
-    """Yield the rows of all inputs times `scale` (size,), a limited number of columns at a time: (nK, columns)."""
+def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor, at_once: int) -> Iterator[Tensor]:
+    """Yield the rows of all inputs times `scale` (size,), about `at_once` numbers at a time: (nK, columns)."""
     outer = next((block for block in blocks if isinstance(block, OuterBlock)), None)
     if outer is None:
         yield _joined([None if block is None else block.rows() for block in blocks], counts, scale)
         return
-    step = max(1, _ROWS_AT_ONCE // (sum(counts) * outer.groups * outer.fan_in))
+    step = max(1, at_once // (sum(counts) * outer.groups * outer.fan_in))
     for start in range(0, outer.fan_out, step):
         stop = min(start + step, outer.fan_out)
         columns = outer.indices_of_outputs(start, stop)

@@ -91,7 +91,7 @@ class _LayerSums:
         result = {f"dense.{name}": total for name, total in self.dense.items()}
         for name, held in self.kronecker.items():
             result |= {f"inputs.{name}": held.inputs, f"gradients.{name}": held.gradients}
-            result[f"rest.{name}"] = torch.tensor([held.positions, held.transposed], dtype=torch.float64)
+            result[f"rest.{name}"] = torch.tensor([held.positions, held.transposed], dtype=torch.float64, device="cpu")
         return result
 
     def restore(self, tensors: dict[str, Tensor]) -> None:

@@ -95,7 +95,7 @@ class MatrixFreePrecision:
         like = next(iter(vectors.values()))
         count = len(like)
         require(
-            6 * count * layout.num_parameters * like.element_size(),
+            6 * count * layout.num_parameters * like.element_size() + self.stream.linearization.policy.peak_bytes,
             like.device,
             f"Solving for {count:,} vectors of {layout.num_parameters:,} parameters",
             "Pass fewer inputs at a time, or choose a smaller dim.",

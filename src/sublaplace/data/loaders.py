@@ -1,10 +1,17 @@
 """Loaders of batches as users have them: checked, renamed and chained."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 def checked_loader(loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
@@ -39,6 +46,38 @@ def one_shot(evidence: str) -> str:
         f"The loader is a one-shot iterator, but the data is read several times. {f'{evidence} ' if evidence else ''}"
         "Give a DataLoader of a data set or a list of (inputs, targets) batches."
     )
+
+
+_PROBED = 8  # items that tell whether two readings, or two loaders, agree
+
+
+def probed(loader: Any) -> Any:
+    """Return a few of the data, for comparison: all of a tensor or mapping, items spread over a data set, or batches.
+
+    A map-style data set is read directly, without starting the workers of its loader.
+    """
+    data = as_given(loader)
+    if isinstance(data, Tensor | Mapping):
+        return data
+    if isinstance(data, DataLoader) and has_items(data):
+        items = [data.dataset[index] for index in _spread(len(data.dataset))]  # type: ignore[arg-type]
+        return [data.collate_fn(item if data.batch_sampler is None else [item]) for item in items]
+    if isinstance(data, list | tuple):
+        return [data[index] for index in _spread(len(data))]
+    return next(iter(data), None)
+
+
+def _spread(count: int) -> list[int]:
+    """Return a few positions among `count`, the first and the last among them."""
+    return sorted({count * k // _PROBED for k in range(_PROBED)} | {count - 1}) if count else []
+
+
+def has_items(loader: Iterable[Any]) -> bool:
+    """Tell whether a loader's data set can be read item by item."""
+    data = as_given(loader)
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return False
+    return hasattr(data.dataset, "__getitem__") and isinstance(data.dataset, Sized)
 
 
 def shuffles(loader: Iterable[Any]) -> bool:

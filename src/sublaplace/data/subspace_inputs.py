@@ -82,7 +82,7 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
     moved together, and inputs stay in the affine space that the data span.
     """
     generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
-    first, second = (torch.randint(n, (n,), generator=generator) for _ in range(2))
+    first, second = (torch.randint(n, (n,), generator=generator, device="cpu") for _ in range(2))
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
         raise ValueError("subspace_inputs=Perturbed(…) needs floating-point inputs; integers cannot be perturbed.")
 
@@ -114,7 +114,7 @@ def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
         stop = start + num_inputs(batch.inputs)
         for position in wanted.intersection(range(start, stop)):
             one = slice(position - start, position - start + 1)
-            weight = torch.ones(1) if batch.weights is None else batch.weights[one]
+            weight = torch.ones(1, device="cpu") if batch.weights is None else batch.weights[one].cpu()
             found[position] = Batch(select(batch.inputs, one), batch.targets[one], weight)
         start = stop
     inputs, targets, weights = zip(*(found[position] for position in positions), strict=True)
@@ -130,11 +130,11 @@ class Reservoir:
     def __init__(self, size: int, seed: int) -> None:
         self._size = size
         self._generator = torch.Generator().manual_seed(seed)
-        self._keys = torch.empty(0, dtype=torch.float64)
-        self._positions = torch.empty(0, dtype=torch.long)
+        self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
+        self._positions = torch.empty(0, dtype=torch.long, device="cpu")
         self._seen = 0
         self._drawn: tuple[Any, Tensor, Tensor] | None = None  # inputs, targets, weights
-        self._counts = torch.empty(0)
+        self._counts = torch.empty(0, device="cpu")
 
     def add(self, batch: Batch, position: int, counts: Tensor | None = None) -> None:
         """Draw from more inputs, which stand at `position` of the stream.
@@ -143,12 +143,12 @@ class Reservoir:
         of inputs that other ranks have seen are drawn too, so that the draw does not depend on the number of ranks.
         """
         n = num_inputs(batch.inputs)
-        torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64)
+        torch.rand(position - self._seen, generator=self._generator, dtype=torch.float64, device="cpu")
         self._seen = position
-        keys = torch.rand(n, generator=self._generator, dtype=torch.float64)
+        keys = torch.rand(n, generator=self._generator, dtype=torch.float64, device="cpu")
         candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
         if counts is None:
-            counts = torch.ones(n, 1)
+            counts = torch.ones(n, 1, device="cpu")
         counts = counts.detach().cpu()
         candidates &= counts.amax(1) > 0
         chosen = torch.nonzero(candidates).squeeze(1)
@@ -156,7 +156,7 @@ class Reservoir:
         self._seen += n
         if not len(chosen):
             return
-        weights = torch.ones(n) if batch.weights is None else batch.weights
+        weights = torch.ones(n, device="cpu") if batch.weights is None else batch.weights.cpu()
         drawn: tuple[Any, ...] = tuple(select(part, chosen) for part in (batch.inputs, batch.targets, weights))
         keys, counts = torch.cat([self._keys, keys[chosen]]), counts[chosen]
         if self._drawn is not None:

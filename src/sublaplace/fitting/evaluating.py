@@ -61,7 +61,7 @@ def _judged(likelihood: Likelihood, outputs: Tensor, covariance: Tensor, targets
     variance = covariance if covariance.ndim == 2 else covariance.diagonal(dim1=1, dim2=2)
     generator = torch.Generator().manual_seed(0)
     uncertainty = Covariance(variance, lambda: covariance)
-    probabilities = likelihood.probabilities(outputs, uncertainty, "probit", 1, generator)
+    probabilities = likelihood.probabilities(outputs, uncertainty, likelihood.default_link, 1, generator)
     if probabilities is None and not likelihood.has_noise:
         return Judged({"nll": -float(log_densities.mean())}, log_densities)
     if probabilities is None:

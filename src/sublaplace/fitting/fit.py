@@ -1,5 +1,6 @@
 """How a fit goes: a look at the data, λ, the projector, and one pass for the posterior."""
 
+import json
 import os
 import time
 import warnings
@@ -16,6 +17,7 @@ from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.directions import Roots, SampledRoots, random_signs
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data.batches import Batch, num_inputs, select
+from sublaplace.data.loaders import probed
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
@@ -33,6 +35,7 @@ from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.model.fingerprint import Fingerprint
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
@@ -70,6 +73,15 @@ def fit(
     if folder is not None:
         checkpoint = _checkpoint(options, folder, loader, model, certify)
         budget = checkpoint.identity["memory_budget"]  # as begun: it decides the order of sums
+    elif (ranks := ranks_of(loader)).size > 1:
+        facts = {
+            "The model": Fingerprint.of(model).digest,
+            "The settings": json.dumps(options.described() | {"certify": certify, "validated": validated}),
+        }
+        if isinstance(options.subspace_inputs, Given):
+            facts["The inputs of subspace_inputs"] = fingerprint_of(probed(options.subspace_inputs.inputs))
+        ranks.require_same(facts, "Give every rank the same.")
+        budget = min(ranks.gather(budget or default_budget(next(model.parameters()).device)))
     linearization = new_linearization(options, model, forward, budget)
     run = _Run(options, loader, linearization, checkpoint, certify, validated, progress)
     with linearization.borrowed():
@@ -165,6 +177,7 @@ class _Run:
             *(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units),
             directions,
             how,
+            self._dim_note(posterior),
         )
 
     @staticmethod
@@ -242,7 +255,7 @@ class _Run:
             return look.drawn
         total, first = num_inputs(look.drawn.inputs), num_inputs(chosen)
         behind = num_inputs(look.inputs)
-        kept = torch.cat([torch.arange(first), torch.arange(behind, total)])
+        kept = torch.cat([torch.arange(first, device="cpu"), torch.arange(behind, total, device="cpu")])
         weights = None if look.drawn.weights is None else look.drawn.weights[kept]
         return Batch(select(look.drawn.inputs, kept), look.drawn.targets[kept], weights)
 
@@ -281,9 +294,18 @@ class _Run:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
                 warn(message)
             dim = p
-        matrices = projector.stores_matrix + (options.outside is not None) + self.certify
+        outside = 0 if options.outside is None else 3  # Y, and two rotated copies of a layer, perhaps of nearly all
+        matrices = projector.stores_matrix + outside + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
         return dim
+
+    def _dim_note(self, posterior: Posterior) -> str:
+        """Return why s is smaller than the dimension asked for; empty where it is not."""
+        options, projector = self.options, self.options.projector
+        if projector is None or projector.own_dim or options.chooses_dim or posterior.dim >= options.largest_dim:
+            return ""
+        asked = "the default is" if options.default_dim else "asked for:"
+        return f"{asked} {options.largest_dim}, but P has rank {posterior.dim}"
 
     def _jacobians(self, inputs: Any) -> Jacobians:
         """Return J of some of X′, as they are used."""

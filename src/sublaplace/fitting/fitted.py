@@ -34,6 +34,7 @@ class Fitted:
     units: dict[str, float] | None = None  # of the parameters, with one λ per layer
     directions: str = ""  # which output directions the curvature and X′ used, for people; empty: all
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
+    dim_note: str = ""  # why s is smaller than the dimension asked for, for people
 
     def with_prior(self, prior_precision: float) -> "Fitted":
         """Return it under another λ."""

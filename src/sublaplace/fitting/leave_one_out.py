@@ -24,17 +24,21 @@ from sublaplace.data.batches import Batch
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
+from sublaplace.model.linalg import cholesky
 from sublaplace.projection import Projection
 from sublaplace.runtime.warning import warn
 
 LOG_PRIORS = tuple(6 - k / 2 for k in range(19))
 """log₁₀ λ of the search, falling: each mode starts at the one before. A parabola refines the best one."""
 
-OUTSIDE_FACTOR = 10**0.5
+OUTSIDE_FACTOR = 10**0.75
 """λ over its leave-one-out value where KFAC stands outside of the subspace."""
 
-MOST_LOSS = 4.0
-"""The posterior's NLL of training inputs over the leave-one-out NLL, at the most, where KFAC stands outside."""
+FAR = 10.0
+"""How much larger λ may be made, so that the training data are not predicted worse than left-out ones."""
+
+CAUTIOUS_SHARE = 0.1
+"""Of the leave-one-out NLL, by which the NLL of the training data may grow where λ is further away than that."""
 
 DIMENSIONS = 30
 """Leading dimensions of the subspace in which the network is refitted; more give nearly the same λ."""
@@ -75,13 +79,17 @@ class LinearisedData:
         inside = torch.cat(
             [projection.part(name).double() @ theta[part, None] for name, part in layout.slices.items()], dim=1
         ).sum(1)  # Pᵀθ̂
+        # With PᵀP = LLᵀ, the columns of P L⁻ᵀ are orthonormal, also where a user's projector does not make them so.
+        factor = cholesky(projection.gram(), "The Gram matrix of the projection")
+        inside = torch.linalg.solve_triangular(factor, inside[:, None], upper=False)[:, 0]
         squared, eps = theta.square().sum(), torch.finfo(linearization.dtype).eps
         rest = (squared - inside.square().sum()).clamp_min(0).sqrt()
         outside = bool(rest.square() > 100 * eps * squared)  # otherwise θ̂ lies in the subspace, up to rounding
         vectors = layout.unflatten(theta[None].to(linearization.dtype))
         outputs, rows = [], []
         for jacobian in linearization.chunks(data.inputs, wanted=Wanted(products=projection.dim + 1)):
-            reduced = projection.apply(jacobian).double()
+            reduced = projection.apply(jacobian).double().mT
+            reduced = torch.linalg.solve_triangular(factor, reduced, upper=False).mT
             outputs.append(jacobian.outputs.double())
             if outside:
                 along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest
@@ -175,10 +183,11 @@ def _weighted(H: Tensor, counts: Tensor) -> Tensor:
 def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None, at_end: bool = True) -> float:
     """Return the λ of the smallest leave-one-out NLL, refined by a parabola. Cost: about 100 Newton steps.
 
-    With KFAC outside of the subspace, λ is `OUTSIDE_FACTOR` times as large. It is also so large that the posterior's
-    NLL of these training inputs is at most four times the leave-one-out NLL (`MOST_LOSS`). In large networks the
-    variance outside exceeds the subspace's by far, and a small λ would drown every output in it. Then the training data
-    cannot choose λ well, and a warning says so.
+    With KFAC outside of the subspace, λ is `OUTSIDE_FACTOR` times as large, and so large that the posterior predicts
+    these training inputs no worse than left-out ones. In large networks the variance outside exceeds the subspace's by
+    far, and a small λ would drown every output in it. Where λ would have to grow by more than a factor of ten (`FAR`),
+    leave-one-out says little about it. Then λ is chosen with caution: the NLL of the training inputs may exceed that
+    of the plain network by a tenth of the leave-one-out NLL (`CAUTIOUS_SHARE`), and a warning asks for validation data.
 
     Args:
         data: the training data in span Q.
@@ -192,31 +201,41 @@ def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None
         state = data.refitted(10.0**log_prior, start)
         start = state.coordinates
         losses.append(data.left_out(state))
-    prior = _least(losses, at_end)
-    if variances is None:
-        return prior
-    kept = [data.kept(variance) <= MOST_LOSS * min(losses) for variance in variances]
-    least = 10.0 ** LOG_PRIORS[max(kept.index(False) - 1, 0)] if False in kept else 0.0  # λ falls along the grid
-    if least > OUTSIDE_FACTOR * prior and at_end:
+    prior, ended = _least(losses)
+    if variances is not None:
+        prior *= OUTSIDE_FACTOR
+        kept = [data.kept(variance) for variance in variances]
+        least = _least_below(kept, min(losses))
+        if least > FAR * prior:
+            if at_end:
+                warn(
+                    "The training data cannot choose λ for this network: predictions stay close to those of the plain "
+                    "network. Give validation data, fit(train_loader, val_loader), or prior_precision."
+                )
+            plain = data.kept(torch.zeros_like(variances[0]))
+            return _least_below(kept, plain + CAUTIOUS_SHARE * min(losses))
+        prior = max(prior, least)
+    if ended and at_end:
         warn(
-            "The training data cannot choose λ well for this network, whose predictions may be far too uncertain. Give "
-            "validation data, fit(train_loader, val_loader), or prior_precision."
+            f"The best λ by leave-one-out lies at an end of its search, {prior:.3g}; validation data would tell more: "
+            "fit(train_loader, val_loader)."
         )
-    return max(OUTSIDE_FACTOR * prior, least)
+    return prior
 
 
-def _least(losses: list[float], at_end: bool) -> float:
-    """Return the λ of the smallest loss on the grid `LOG_PRIORS`, refined by a parabola."""
-    values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
+def _least_below(losses: list[float], limit: float) -> float:
+    """Return the smallest λ of the grid above which no loss exceeds the limit; at most the largest."""
+    count = next((k for k, loss in enumerate(losses) if not loss <= limit), len(losses))  # λ falls along the grid
+    return float(10.0 ** LOG_PRIORS[max(count - 1, 0)])
+
+
+def _least(losses: list[float]) -> tuple[float, bool]:
+    """Return the λ of the smallest loss on the grid `LOG_PRIORS`, refined by a parabola, and whether it is an end."""
+    values = torch.tensor(losses, dtype=torch.float64, device="cpu").nan_to_num(nan=torch.inf)
     best = int(values.argmin())
     if best in (0, len(losses) - 1):
-        if at_end:
-            warn(
-                f"The best λ by leave-one-out lies at an end of its search, {10.0 ** LOG_PRIORS[best]:.3g}; validation "
-                "data would tell more: fit(train_loader, val_loader)."
-            )
-        return float(10.0 ** LOG_PRIORS[best])
+        return float(10.0 ** LOG_PRIORS[best]), True
     left, middle, right = values[best - 1 : best + 2].tolist()
     shift = 0.5 * (left - right) / max(left - 2 * middle + right, torch.finfo(torch.float64).tiny)
     spacing = LOG_PRIORS[1] - LOG_PRIORS[0]
-    return float(10.0 ** (LOG_PRIORS[best] + spacing * min(max(shift, -1.0), 1.0)))
+    return float(10.0 ** (LOG_PRIORS[best] + spacing * min(max(shift, -1.0), 1.0))), False

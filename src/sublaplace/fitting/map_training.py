@@ -92,7 +92,7 @@ def mlp(
     widths = [inputs.shape[1], *hidden, num_outputs]
     for fan_in, fan_out in pairwise(widths):
         # The default initialisation would draw from the global random state.
-        linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out, dtype=inputs.dtype)
+        linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out, dtype=inputs.dtype, device=inputs.device)
         nn.init.normal_(linear.weight, std=fan_in**-0.5, generator=generator)
         nn.init.zeros_(linear.bias)
         layers += [linear, activation()]
@@ -137,7 +137,7 @@ def train(
             _tune(result, network, inputs, targets, given)
             optimizer.param_groups[0]["weight_decay"] = result.prior_precision / N
         total = 0.0
-        for batch in torch.randperm(N, generator=generator).split(schedule.batch_size):
+        for batch in torch.randperm(N, generator=generator, device="cpu").split(schedule.batch_size):
             optimizer.zero_grad()
             loss = -result.likelihood.log_density(network(inputs[batch]), targets[batch]).mean()
             loss.backward()
@@ -160,9 +160,9 @@ def _tune(result: Training, network: nn.Module, inputs: Tensor, targets: Tensor,
     if given.prior_precision is None:
         result.prior_precision = evidence.best_prior(survey.noise_std)
     if result.likelihood.has_noise and given.noise_std is None:
-        prior = torch.tensor(result.prior_precision, dtype=torch.float64)
+        prior = torch.tensor(result.prior_precision, dtype=torch.float64, device="cpu")
 
         def value(log_noise: float) -> float:
-            return evidence(prior, torch.tensor(exp(log_noise), dtype=torch.float64)).item()
+            return evidence(prior, torch.tensor(exp(log_noise), dtype=torch.float64, device="cpu")).item()
 
         result.likelihood = Gaussian(exp(golden_section(value, log(SMALLEST_NOISE), log(2.0), width=1e-3)))

@@ -34,7 +34,7 @@ def summary_text(title: str, fitted: Fitted) -> str:
             "data N", f"{survey.num_data:,} inputs, {survey.num_outputs} output{'s' if survey.num_outputs != 1 else ''}"
         )
     )
-    lines += _structure(posterior)
+    lines += _structure(posterior, fitted.dim_note)
     if fitted.captured is not None:
         share = f"at least {fitted.captured:.1%} of the full trace, on subspace inputs (held back if any)"
         lines.append(_line("captured share", share))
@@ -59,13 +59,13 @@ def _line(name: str, value: str) -> str:
     return f"  {name:<20}{value}"
 
 
-def _structure(posterior: Posterior) -> list[str]:
+def _structure(posterior: Posterior, dim_note: str) -> list[str]:
     """Return lines about the parts that the posterior is made of."""
     tensors, _ = posterior.stored()
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     lines = []
     if posterior.subspace is not None:
-        lines.append(_line("dimension s", f"{posterior.dim:,}"))
+        lines.append(_line("dimension s", f"{posterior.dim:,}{f' ({dim_note})' if dim_note else ''}"))
     if posterior.outside is not None:
         kinds = Counter(type(part).__name__.removesuffix("Part").lower() for part in posterior.outside.parts.values())
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.model.fingerprint import described_modules
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -45,8 +46,14 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def require_same_model(saved: dict[str, Any], model: nn.Module) -> None:
-    """Raise SavedFileError with what differs between the model of a file and the given one."""
+def require_same_model(saved: dict[str, Any], modules: dict[str, str], model: nn.Module) -> None:
+    """Raise SavedFileError with what differs between the model of a file and the given one.
+
+    Args:
+        saved: the `model_fingerprint` of the file.
+        modules: what each module was, see `described_modules`.
+        model: the given model.
+    """
     given = model_fingerprint(model)
     missing, extra = sorted(saved.keys() - given.keys()), sorted(given.keys() - saved.keys())
     if missing or extra:
@@ -60,3 +67,10 @@ def require_same_model(saved: dict[str, Any], model: nn.Module) -> None:
             if entry[place] != given[name][place]:
                 detail = "" if what == "values" else f": {entry[place]} when saved, {given[name][place]} now"
                 raise SavedFileError(f"The posterior was saved with another model: '{name}' has other {what}{detail}.")
+    now = described_modules(model)
+    for name in [*modules, *now]:
+        if modules.get(name) != now.get(name):
+            raise SavedFileError(
+                f"The posterior was saved with another model: the module '{name}' was "
+                f"{modules.get(name, 'missing')} when saved and is {now.get(name, 'missing')} now."
+            )

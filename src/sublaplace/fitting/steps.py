@@ -52,7 +52,10 @@ LARGEST_EXACT_LAST_LAYER = 5000
 
 
 def require_room_for_projection(linearization: Linearization, dim: int, matrices: int) -> None:
-    """Raise MemoryError if so many p × s matrices do not fit into memory, or onto the disk of the scratch folder."""
+    """Raise MemoryError if so many p × s matrices do not fit, with the chunks of a pass, into memory.
+
+    In a scratch folder, they must fit onto its disk.
+    """
     p = linearization.layout.num_parameters
     needed, what = matrices * p * dim * linearization.dtype.itemsize, f"A projection of {p:,} × {dim:,} numbers"
     remedy = (
@@ -60,17 +63,27 @@ def require_room_for_projection(linearization: Linearization, dim: int, matrices
         "parameters with requires_grad=True"
     )
     if linearization.scratch_folder is None:
+        needed += linearization.policy.peak_bytes if matrices else 0  # the chunks of the passes
         require(needed, linearization.device, what, f"{remedy}; or keep it on disk with Resources(scratch_folder='…').")
     else:
         require_disk(needed, linearization.scratch_folder, what, f"{remedy}.")
 
 
 def built_projection(projector: Projector, context: ProjectorContext) -> Projection:
-    """Return P, built or taken from the checkpoint of the context's stream."""
+    """Return P, built or taken from the checkpoint of the context's stream.
+
+    Raises:
+        TypeError: if the projector returns something else than a projection.
+    """
     checkpoint, linearization = context.stream.checkpoint, context.linearization
     if checkpoint is not None and (found := checkpoint.read("projection")):
         return projection_from(found[0], linearization.layout, linearization.dtype)
     projection = projector(context)
+    if not hasattr(projection, "apply"):
+        raise TypeError(
+            f"The projector '{projector.label}' must return a projection, a Basis or a Subset, not "
+            f"{type(projection).__name__}."
+        )
     ranks = ranks_of(context.stream.loader)
     if ranks.size > 1:
         # All ranks have built it from the same numbers; on different machines rounding may differ.

@@ -15,7 +15,7 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from, target_weights
 from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
 from sublaplace.model.residuals import Residuals
-from sublaplace.runtime.distributed import placed, ranks_of
+from sublaplace.runtime.distributed import Share, placed, ranks_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Survey:
         """Return ln p(D|θ̂), differentiable in σ."""
         if self.likelihood.has_noise:
             return self.residuals.log_likelihood(noise_std)
-        return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64)
+        return torch.tensor(self.fixed_log_likelihood, dtype=torch.float64, device="cpu")
 
     @property
     def noise_std(self) -> Noise:
@@ -89,7 +89,7 @@ class Survey:
             numbers.get("num_counting", numbers["num_data"]),
             numbers["num_outputs"],
             likelihood_from(numbers["likelihood"]),
-            Residuals(*(torch.tensor(sums, dtype=torch.float64) for sums in numbers["residuals"])),
+            Residuals(*(torch.tensor(sums, dtype=torch.float64, device="cpu") for sums in numbers["residuals"])),
             numbers["fixed_log_likelihood"],
         )
 
@@ -142,6 +142,8 @@ def survey_of(
             fixed += float((each if weights is None else each * weights.to(each)).sum())
         total += len(outputs)
     ranks = ranks_of(loader)
+    if isinstance(loader, Share):
+        loader.require_same_length()
     parts = ranks.gather((total, counted, fixed, largest, residuals, reservoir))
     found = [part[4] for part in parts if part[4] is not None]
     if not found:

@@ -63,7 +63,7 @@ def layer_units(curvatures: Curvatures, survey: Survey) -> dict[str, float]:
 
 def _no_log_likelihood(noise_std: Tensor) -> Tensor:
     """Return 0: the log likelihood is the same for every λ."""
-    return torch.zeros((), dtype=torch.float64)
+    return torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 def layer_of(name: str) -> str:

@@ -368,7 +368,8 @@ def _total(fresh: Iterable[Tensor]) -> Tensor:
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal only for identical views of the same memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    # Some tensor subclasses have no memory of their own: all of them have the address 0.
+    return tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride()
 
 
 def _second_moment(factor: Tensor) -> Tensor:

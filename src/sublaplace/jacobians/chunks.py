@@ -27,6 +27,14 @@ class ChunkPolicy:
     memory_budget: int = 2**30
     num_vectors: int = 0
 
+    @property
+    def peak_bytes(self) -> int:
+        """What the chunks of a pass take at the most: half as much again as the budget, and one useful chunk.
+
+        `tests/test_memory.py` compares it with measured peaks.
+        """
+        return self.memory_budget * 3 // 2 + min(_USEFUL_CHUNK, self.memory_budget)
+
     def size(
         self,
         plan: Plan,

@@ -96,7 +96,7 @@ def _single_rows(
                 )
                 for name, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
-                        rows[name][i, k] = gradient.flatten()
+                        rows[name][i, k] = gradient.to_dense().flatten()
     finally:
         for p in parameters.values():
             p.requires_grad_(False)

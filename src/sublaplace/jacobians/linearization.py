@@ -63,7 +63,7 @@ class Linearization:
         self._current: Plan | None = None  # of the last pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
         # block has been freed, glibc keeps up to twice its size.
-        torch.empty(_LARGEST_KEPT_BLOCK, dtype=torch.uint8)
+        torch.empty(_LARGEST_KEPT_BLOCK, dtype=torch.uint8, device="cpu")
 
     @property
     def model(self) -> nn.Module:

@@ -1,5 +1,6 @@
 """A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from sublaplace.data.batches import num_inputs, plain
 from sublaplace.jacobians.capture import Capture
+from sublaplace.model.borrowing import borrowed, full_precision
 from sublaplace.model.linalg import Vectors
-from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout, borrowed
+from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -22,11 +24,15 @@ class Network:
     def __init__(self, model: nn.Module, forward: Forward) -> None:
         self.model, self.forward = model, forward
         self.layout = ParameterLayout.of(model)
-        self.parameters = self.layout.parameters(model)
-        self._names = {id(p): name for name, p in self.parameters.items()}
-        self._borrowed = 0
+        self._find_parameters()
+        self._borrower: int | None = None  # the thread that has borrowed the model
         # Only oneDNN convolutions gain from this memory order, and they run in float32 on a CPU.
         self._channels_last = self.device.type == "cpu" and self.dtype == torch.float32
+
+    def _find_parameters(self) -> None:
+        """Look up the parameter objects, which a user may have replaced by equal ones since."""
+        self.parameters = self.layout.parameters(self.model)
+        self._names = {id(p): name for name, p in self.parameters.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,18 +49,24 @@ class Network:
         """The largest allowed difference between two computations of the same numbers, relative to the largest one."""
         return 1e-3 if self.dtype.itemsize < 8 else 1e-8
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether this thread has borrowed the model."""
+        return self._borrower == threading.get_ident()
+
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Put the model into eval mode and restore it afterwards; contexts may be nested."""
-        if self._borrowed:
+        """Put the model into eval mode and restore it afterwards; contexts may be nested, and other threads wait."""
+        if self.is_borrowed:
             yield
             return
-        self._borrowed += 1
-        try:
-            with borrowed(self.model), torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
+        with borrowed(self.model), full_precision(self.device):
+            self._find_parameters()
+            self._borrower = threading.get_ident()
+            try:
                 yield
-        finally:
-            self._borrowed -= 1
+            finally:
+                self._borrower = None
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
@@ -139,6 +151,9 @@ class Network:
             cotangents: u.
             into: (r, size) per parameter.
             units: of the parameters; None: 1.
+
+        Raises:
+            ValueError: if the network cannot be differentiated.
         """
         names = list(into)
         parameters = [self.parameters[name] for name in names]
@@ -147,12 +162,21 @@ class Network:
         try:
             with torch.enable_grad():
                 outputs = self.forward(self.model, inputs)
+            if not outputs.requires_grad:
+                raise ValueError(
+                    "The outputs have no gradient with respect to the parameters: the forward pass runs under "
+                    "torch.no_grad or torch.inference_mode, or it detaches its result. Remove that from the model, or "
+                    "give a function without it as forward=…."
+                )
             for k, u in enumerate(cotangents.unbind(1)):
                 more = k + 1 < cotangents.shape[1]
                 found = torch.autograd.grad(outputs, parameters, u, retain_graph=more, allow_unused=True)
                 for name, gradient in zip(names, found, strict=True):
                     if gradient is not None:
-                        into[name][k].add_(gradient.flatten(), alpha=1.0 if units is None else units[name])
+                        dense = gradient.to_dense().flatten()
+                        into[name][k].add_(dense, alpha=1.0 if units is None else units[name])
+        except RuntimeError as error:
+            raise ValueError(f"The network cannot be differentiated with respect to its parameters: {error}") from error
         finally:
             for p in parameters:
                 p.requires_grad_(False)

@@ -78,7 +78,7 @@ def gram(vectors: Vectors, factor: Tensor | None = None) -> Tensor:
     Cost: p·r²/2, or p·r² with a factor.
     """
     count = len(next(iter(vectors.values())))
-    total = torch.zeros(count, count, dtype=torch.float64)
+    total = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for part in vectors.values():
         total = total.to(part.device)
         # Sums of float32 products are accurate enough only in float64. Converting piece by piece saves memory.
@@ -98,7 +98,7 @@ def _columns_of_piece(rows: int) -> int:
 
 def cross_gram(vectors: Vectors, others: Vectors) -> Tensor:
     """Return V Wᵀ for vectors V (r, p) and W (q, p): (r, q) in float64. Cost: p·r·q."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for name, part in vectors.items():
         width = _columns_of_piece(len(part))
         for piece, other in zip(part.split(width, dim=1), others[name].split(width, dim=1), strict=True):
@@ -143,7 +143,7 @@ def _solve(factor: Tensor, vectors: Vectors) -> None:
 
 def gram_diagonal(vectors: Vectors) -> Tensor:
     """Return the squared lengths of the vectors: (r,) in float64."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for part in vectors.values():
         for piece in part.split(_columns_of_piece(len(part)), dim=1):
             total = piece.double().square().sum(1) + total.to(piece.device)

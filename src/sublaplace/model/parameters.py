@@ -1,8 +1,7 @@
-"""The parameters that the posterior covers, and a context in which a trained model is borrowed unchanged."""
+"""The parameters that the posterior covers, and the precision in which they are used."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,7 +25,8 @@ class ParameterLayout:
         """Return the layout of a model.
 
         Raises:
-            ValueError: if no parameter requires grad, if devices or dtypes differ, or if a parameter is not finite.
+            ValueError: if no parameter requires grad, if devices or dtypes differ, if a parameter is not finite, or if
+                a tensor was made in inference mode.
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         if not named:
@@ -34,6 +34,12 @@ class ParameterLayout:
                 "The model has no parameter that requires grad, so the posterior would be empty. "
                 "Set requires_grad=True on the parameters that the Laplace approximation should cover."
             )
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_inference():
+                raise ValueError(
+                    f"'{name}' was made in torch.inference_mode, so it has no gradient. Create or load the model "
+                    "outside of it."
+                )
         devices = sorted({str(p.device) for _, p in named})
         if len(devices) > 1:
             raise ValueError(f"The parameters are on several devices ({', '.join(devices)}); move them to one.")
@@ -76,15 +82,6 @@ class ParameterLayout:
     def flat(self, model: nn.Module) -> Tensor:
         """Return θ̂ as one vector (p,)."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters(model).values()])
-
-    @staticmethod
-    def fingerprint(model: nn.Module) -> tuple[object, ...]:
-        """Return numbers that change if the values or the order of parameters or buffers change.
-
-        Cost: one read of all parameters and buffers.
-        """
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return tuple((name, t.dtype, tuple(t.shape), *_moments(t.detach().double().flatten())) for name, t in tensors)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Concatenate the (count, size) matrices of all parameters: (count, p)."""
@@ -131,38 +128,3 @@ def in_working_precision(model: nn.Module) -> nn.Module:
         "itself is not changed."
     )
     return copy.deepcopy(model).float()
-
-
-@contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode with no parameter requiring grad, and restore it afterwards.
-
-    Any exit, including Ctrl-C, restores each module's mode, each parameter's requires_grad flag, and each buffer that a
-    forward pass changed.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
-    try:
-        model.eval()
-        for p, _ in flags:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for p, flag in flags:
-            p.requires_grad_(flag)
-        for module, held in buffers:
-            module._buffers.update(held)
-        for buffer, version, value in values:
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(value)
-
-
-def _moments(values: Tensor) -> tuple[float, float, float]:
-    """Return sums that depend on all values and on their order."""
-    places = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
-    return float(values.sum()), float(values @ values), float(values @ places)

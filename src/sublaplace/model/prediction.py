@@ -1,13 +1,14 @@
 """What is predicted for new inputs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sublaplace.model.borrowing import full_precision
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.links import Covariance, Interval, normal_product
 
@@ -22,7 +23,7 @@ class Top(NamedTuple):
     variance: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The prediction for n inputs; what is not asked for is not computed.
 
@@ -32,11 +33,18 @@ class Prediction:
 
     mean: Tensor
     """The network's outputs f, (n, C)."""
-    likelihood: Likelihood = field(repr=False)
-    uncertainty: Covariance = field(repr=False)
+    likelihood: Likelihood
+    uncertainty: Covariance
     link: str = "probit"
     samples: int = 1000
     seed: int = 0
+
+    def __repr__(self) -> str:
+        kind = self.likelihood.name or type(self.likelihood).__name__
+        link = f", link='{self.link}'" if self.has_probabilities else ""
+        parts = [f"mean {tuple(self.mean.shape)}", f"variance {tuple(self.variance.shape)}"]
+        formed = f"covariance {'formed' if self.uncertainty.is_formed else 'not formed yet'}"
+        return f"Prediction({kind}{link}, {', '.join(parts)}, {formed})"
 
     @property
     def variance(self) -> Tensor:
@@ -56,7 +64,8 @@ class Prediction:
             ValueError: for a likelihood without probabilities, such as regression.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
+        with full_precision(self.mean.device):
+            found = self.likelihood.probabilities(self.mean, self.uncertainty, self.link, self.samples, generator)
         if found is None:
             raise ValueError(
                 f"A prediction of kind '{self.likelihood.name}' has no probabilities; use mean and variance."
@@ -100,7 +109,10 @@ class Prediction:
 
         Cost: C³ per input and 256·n·C²; in a subspace of s < C dimensions 256·n·C·s.
         """
-        generator = torch.Generator().manual_seed(self.seed)
+        with full_precision(self.mean.device):
+            return self._drawn_entropies(torch.Generator().manual_seed(self.seed))
+
+    def _drawn_entropies(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         factor, mean = self.uncertainty.factor.double(), self.mean.double()
         expected = torch.zeros(len(mean), dtype=torch.float64, device=mean.device)
         averaged = torch.zeros_like(mean)
@@ -153,6 +165,5 @@ class Prediction:
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, but it is {level}.")
         noise = self._noise_variances()
-        quantile = sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
-        half = quantile * (self.variance + noise).sqrt()
+        half = NormalDist().inv_cdf((1 + level) / 2) * (self.variance + noise).sqrt()
         return Interval(self.mean - half, self.mean + half)

@@ -21,14 +21,14 @@ class Residuals:
     @classmethod
     def none(cls, num_outputs: int) -> "Residuals":
         """Return the sums over an empty data set."""
-        zeros = torch.zeros(num_outputs, dtype=torch.float64)
+        zeros = torch.zeros(num_outputs, dtype=torch.float64, device="cpu")
         return cls(zeros, zeros, zeros)
 
     @classmethod
     def of(cls, residuals: Tensor, weights: Tensor | None = None) -> "Residuals":
         """Return the sums over residuals (n, C) with weights (n,), by default 1."""
         values = residuals.double().cpu()
-        w = torch.ones(len(values), 1, dtype=torch.float64) if weights is None else weights.double().cpu()[:, None]
+        w = values.new_ones(len(values), 1) if weights is None else weights.double().cpu()[:, None]
         count = w.sum().expand(values.shape[1])
         mean = (w * values).sum(0) / count.clamp_min(torch.finfo(torch.float64).tiny)
         return cls(count, mean, (w * (values - mean).square()).sum(0))

@@ -22,7 +22,7 @@ class Bounds:
 
     lower: Tensor
     upper: Tensor
-    probabilities: Interval | None = None  # of classification, (n, C) each, by the probit link
+    probabilities: Interval | None = None  # of classification, (n, C) each, by the likelihood's link
 
     def __iter__(self) -> Iterator[Tensor]:
         """Allow ``lower, upper = la.bounds(x)``."""
@@ -56,7 +56,8 @@ class Nystroem:
         basis, C = combine(turn, product), vectors * lengths
         for _ in range(2 if len(turn) else 0):  # singular vectors of small values are not yet orthonormal
             root = cholesky(gram(basis), "The Gram matrix of what the subspace has seen of the curvature")
-            basis = combine(torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=False), basis)
+            identity = torch.eye(len(root), dtype=root.dtype, device=root.device)
+            basis = combine(torch.linalg.solve_triangular(root, identity, upper=False), basis)
             C = C @ root
         return cls(basis, C, L)
 

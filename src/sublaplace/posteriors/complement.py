@@ -11,7 +11,7 @@ from torch import Tensor
 from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import Wanted
-from sublaplace.model.linalg import Vectors, gram
+from sublaplace.model.linalg import Vectors, cross_gram, gram
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Projection
@@ -49,7 +49,7 @@ class ComplementedPosterior:
         for name, part in outside.parts.items():
             eigenvalues = part.eigenvalues()
             Q = part.rotate(projection.part(name))
-            curvature += (Q * eigenvalues).double() @ Q.double().T
+            curvature += cross_gram({name: Q * eigenvalues}, {name: Q})  # converted piece by piece
             rotated = part.rotate(product[name]).add_(Q, alpha=prior)
             product[name].copy_(rotated.mul_((eigenvalues + prior).rsqrt()))
         return cls(inside, outside, product, (curvature + curvature.T) / 2)

@@ -33,7 +33,7 @@ class Evidence:
         prior = prior_precision.squeeze()
         noise = noise_std.squeeze()
         fixed = self.fixed_scales
-        scales = noise**-2 if fixed is None else torch.tensor(fixed, dtype=torch.float64)
+        scales = noise**-2 if fixed is None else torch.tensor(fixed, dtype=torch.float64, device="cpu")
         return self.log_likelihood(noise) - 0.5 * prior * self.squared_norm + self.occam(prior, scales)
 
     def best_prior(self, noise_std: Noise, low: float = 1e-8, high: float = 1e10) -> float:
@@ -41,20 +41,20 @@ class Evidence:
 
         Warns if it lies at an end of the search.
         """
-        noise = torch.tensor(noise_std, dtype=torch.float64)
+        noise = torch.tensor(noise_std, dtype=torch.float64, device="cpu")
 
         def value(log_prior: float) -> float:
-            return float(self(torch.tensor(log_prior, dtype=torch.float64).exp(), noise))
+            return float(self(torch.tensor(log_prior, dtype=torch.float64, device="cpu").exp(), noise))
 
-        start, stop = (float(torch.tensor(bound, dtype=torch.float64).log()) for bound in (low, high))
-        grid = torch.linspace(start, stop, 73, dtype=torch.float64).tolist()
+        start, stop = (float(torch.tensor(bound, dtype=torch.float64, device="cpu").log()) for bound in (low, high))
+        grid = torch.linspace(start, stop, 73, dtype=torch.float64, device="cpu").tolist()
         values = [value(point) for point in grid]
         best = values.index(max(values))
         if best in (0, len(grid) - 1):
             message = f"The λ of the largest evidence lies at an end of its search, {(low, high)[best > 0]:g}."
             warn(message)
         left, right = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-        return float(torch.tensor(golden_section(value, left, right), dtype=torch.float64).exp())
+        return float(torch.tensor(golden_section(value, left, right), dtype=torch.float64, device="cpu").exp())
 
     def best_prior_and_noise(self, noise_std: Noise, rounds: int = 100) -> tuple[float, Noise]:
         """Return the λ and σ, one or one per output, that maximise the evidence: each in turn, until none moves."""
@@ -64,9 +64,9 @@ class Evidence:
         stds = list(noise_std) if isinstance(noise_std, tuple) else [noise_std]
 
         def value(which: int, log_noise: float) -> float:
-            tried = torch.tensor(stds, dtype=torch.float64)
+            tried = torch.tensor(stds, dtype=torch.float64, device="cpu")
             tried[which] = exp(log_noise)
-            return float(self(torch.tensor(prior, dtype=torch.float64), tried))
+            return float(self(torch.tensor(prior, dtype=torch.float64, device="cpu"), tried))
 
         for _ in range(rounds):
             before = [prior, *stds]

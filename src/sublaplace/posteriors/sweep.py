@@ -58,7 +58,7 @@ def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[f
     Cost: one prediction of the inputs, and little more.
     """
     sweep, outside = sweep_of(posterior), posterior.outside
-    taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64)
+    taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu")
     weights = torch.full_like(taus, 1.0 if outside is None else outside.weight)
     return torch.cat([sweep(jacobian, taus, weights, whole=False) for jacobian in inputs], dim=1)
 
@@ -219,7 +219,7 @@ class ComplementSweep:
         unweighted = 1 / (unit * outside.weight)
         largest = max(float(part.eigenvalues().max()) for part in outside.parts.values()) * unweighted
         count = BINS_PER_DECADE * _DECADES + 1
-        totals = torch.zeros(count, 2, dtype=torch.float64)
+        totals = torch.zeros(count, 2, dtype=torch.float64, device="cpu")
         width = 2 * len(values)
         grams = torch.zeros(count, width, width, dtype=torch.float64, device=values.device)
         parts = {}
@@ -311,7 +311,7 @@ def _over_bins(factors: Tensor, sums: Tensor) -> Tensor:
 
 def _bins(eigenvalues: Tensor, largest: float, count: int) -> Tensor:
     """Return the bin of each eigenvalue, 0 for the smallest."""
-    scale = torch.tensor(max(largest, torch.finfo(torch.float64).tiny), dtype=torch.float64)
+    scale = torch.tensor(max(largest, torch.finfo(torch.float64).tiny), dtype=torch.float64, device="cpu")
     decades = (eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) / scale).log10() + _DECADES
     return (decades * BINS_PER_DECADE).floor().clamp(0, count - 1).long()
 

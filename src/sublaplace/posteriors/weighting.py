@@ -78,7 +78,7 @@ def _log_weight_of(
     rows = size * stream.linearization.num_outputs(held_back.inputs)
     exact = exact_ggn(part, rows, posterior.prior_precision)
     covariances = torch.cat([exact.covariance(jacobian).double() for jacobian in held_back])
-    unseen = torch.zeros(len(covariances), 1)
+    unseen = covariances.new_zeros(len(covariances), 1)
     return log2(nearest(own, covariances, held_back, stream.likelihood, unseen))
 
 
@@ -93,7 +93,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
     r"""Return the weight at which the divergence of the predictives, Σ_i KL(p_i ‖ p̃_i), is least.
 
     p_i is what is predicted with Σ_i, one of `exact` (n, C, C), p̃_i with the posterior's covariance: for regression
-    N(f, Σ + σ²), for classification the probabilities by the probit link. (Gaussians of the logits would weigh all
+    N(f, Σ + σ²), for classification the probabilities by its link. (Gaussians of the logits would weigh all
     directions alike, also those that hardly move a probability.) Inputs of the posterior's own training data are judged
     as if they had not been seen: taking one out, Λ′ = Λ − JᵀHJ, gives by Woodbury's identity
 
@@ -105,7 +105,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
     in bins (see `sweep.py`). The weight stays 1 where no other is better by more than rounding.
     """
     unit = posterior.scale if posterior.subspace is None else posterior.subspace.unit
-    grid = torch.arange(_LOWEST, _HIGHEST + _STEP / 2, _STEP, dtype=torch.float64)
+    grid = torch.arange(_LOWEST, _HIGHEST + _STEP / 2, _STEP, dtype=torch.float64, device="cpu")
     taus = torch.full_like(grid, posterior.prior_precision / unit)
     sweep, divergences, start = sweep_of(posterior), torch.zeros_like(grid), 0
     for jacobian in inputs:

@@ -83,10 +83,11 @@ class Projector:
     Args:
         name: identifies the projector in files, checkpoints and summaries; None: an anonymous function.
         build: a function from a context to a `Projection` with at most `context.dim` dimensions.
-        needs_inputs: whether P depends on the inputs X′.
+        needs_inputs: whether P depends on the inputs X′. If so, "auto" means KFAC outside, and leave-one-out for the λ
+            of a likelihood with probabilities. If not, "auto" means nothing outside, and the evidence for λ.
         stores_matrix: whether P is a p × s matrix rather than a subset of single parameters.
-        needs_exact: whether it uses the exact GGN.
-        own_dim: whether it determines its own dimension and ignores `dim`.
+        needs_exact: whether it uses the exact GGN; for callers that select projectors.
+        own_dim: whether it determines its own dimension; `context.dim` is then p.
         reduces: whether there is a P; "full" has none.
         last_layer: whether P covers the last linear layer, whose curvature needs no backward pass.
     """
@@ -126,10 +127,11 @@ def projector(
 
     Args:
         name: the name in ``SubspaceLaplace(projector=name)`` and in saved files.
-        needs_inputs: whether P depends on the inputs X′, which are drawn only in this case.
+        needs_inputs: whether P depends on the inputs X′, which are drawn only in this case. It also decides what
+            "auto" stands for in `complement` and `prior_precision`, see `Projector`.
         stores_matrix: whether P is a p × s matrix (a `Basis`) rather than a subset of single parameters (a `Subset`).
-        needs_exact: whether it uses the exact GGN.
-        own_dim: whether it determines its own dimension and ignores `dim`.
+        needs_exact: whether it uses the exact GGN; for callers that select projectors.
+        own_dim: whether it determines its own dimension; `context.dim` is then p.
 
     Returns:
         A decorator that turns the function into a `Projector`.

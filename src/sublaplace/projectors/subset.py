@@ -38,6 +38,7 @@ def last_layer(linearization: Linearization, num_outputs: int) -> Subset:
             "none was found. Use 'subset-magnitude' or a low-rank projector."
         )
     indices = [
-        torch.arange(layout.slices[n].start, layout.slices[n].stop) for n in sorted(names, key=layout.names.index)
+        torch.arange(layout.slices[n].start, layout.slices[n].stop, device="cpu")
+        for n in sorted(names, key=layout.names.index)
     ]
     return Subset(layout, torch.cat(indices).to(linearization.device), linearization.dtype)

@@ -48,7 +48,7 @@ def dominant_directions(
         r = len(next(iter(start.values())))
     like = torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
     require(
-        2 * r * layout.num_parameters * like.element_size(),
+        2 * r * layout.num_parameters * like.element_size() + jacobians.memory_budget,
         like.device,
         f"The search for {dim:,} directions among {layout.num_parameters:,} parameters",
         "Choose a smaller dim, or fewer parameters with requires_grad=True.",
@@ -59,7 +59,7 @@ def dominant_directions(
         if start is not None:
             return jacobian.matmul(start)
         shape = (jacobian.num_inputs, jacobian.num_rows, r)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
     W = jacobians.linearization.zero_vectors(r)
     _add_products(jacobians, first, W)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -22,6 +23,7 @@ from sublaplace.data.batches import batches
 from sublaplace.data.loaders import shuffles
 from sublaplace.runtime import files as checked_file
 from sublaplace.runtime.files import SavedFileError
+from sublaplace.runtime.warning import warn
 
 SECONDS_BETWEEN_WRITES = 10.0
 _WRITING_SHARE = 0.05  # largest fraction of the time spent on writing
@@ -52,10 +54,11 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str], identity: dict[str, Any], device: torch.device) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self._device = device
         self._last_write = time.monotonic()
         self._seconds_of_write = 0.0
+        self._usable = True
         if self.folder.exists() and not self.folder.is_dir():
             raise SavedFileError(f"{folder} is a file; a checkpoint is a folder. Choose another path.")
         identity = json.loads(json.dumps(identity))
@@ -66,9 +69,10 @@ class Checkpoint:
             raise SavedFileError(f"{folder} is not empty and not a checkpoint of sublaplace. Choose another path.")
         else:
             self.identity = identity
-            self.folder.mkdir(parents=True, exist_ok=True)
-            begun.write_text(json.dumps(identity))
-            os.replace(begun, about)
+            with checked_file.explained(self.folder, "written"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                begun.write_text(json.dumps(identity))
+                os.replace(begun, about)
 
     def _same(self, identity: dict[str, Any], about: Path) -> dict[str, Any]:
         try:
@@ -91,20 +95,34 @@ class Checkpoint:
         return checked_file.read(path, self._device) if path.exists() else None
 
     def write(self, stage: str, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Write the tensors and numbers of a stage, atomically."""
+        """Write the tensors and numbers of a stage, atomically.
+
+        If it cannot be written, a warning says so, and nothing is written from then on: a fit is worth more than its
+        checkpoint. What was written before stays valid.
+        """
+        if not self._usable:
+            return
         start = time.monotonic()
-        checked_file.write(self._path(stage), tensors, numbers)
+        try:
+            checked_file.write(self._path(stage), tensors, numbers)
+        except SavedFileError as error:
+            self._usable = False
+            warn(f"{error} The fit goes on without a checkpoint.")
+            return
         self._last_write = time.monotonic()
         self._seconds_of_write = self._last_write - start
 
     def due(self) -> bool:
         """Return whether it is time to write, so that writing takes at most a twentieth of the time."""
         pause = max(SECONDS_BETWEEN_WRITES, self._seconds_of_write / _WRITING_SHARE)
-        return time.monotonic() - self._last_write >= pause
+        return self._usable and time.monotonic() - self._last_write >= pause
 
     def remove(self) -> None:
-        """Delete the folder, after a completed fit."""
-        shutil.rmtree(self.folder)
+        """Delete the folder, after a completed fit; if that fails, a warning says so."""
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            warn(f"The fit is complete, but its checkpoint in {self.folder} cannot be removed ({error}); delete it.")
 
     def _path(self, stage: str) -> Path:
         return self.folder / f"{stage.replace(' ', '-')}.safetensors"
@@ -122,8 +140,11 @@ class Fingerprint:
             if isinstance(leaf, Tensor):
                 self._digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
                 self._digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            else:
-                self._digest.update(repr(leaf).encode())
+            elif hasattr(leaf, "__array__"):
+                self._digest.update(np.asarray(leaf).tobytes())
+            else:  # the text of other objects may hold their address
+                known = leaf is None or isinstance(leaf, str | bytes | int | float)
+                self._digest.update(repr(leaf if known else type(leaf)).encode())
 
     def text(self) -> str:
         """Return the digest in hexadecimal."""

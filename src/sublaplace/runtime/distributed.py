@@ -5,7 +5,7 @@ the rounding of sums in another order. Computations that do not grow with the da
 replicated on every process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as group
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from sublaplace.data.batches import num_inputs, split_batch
-from sublaplace.data.loaders import Chained, Renamed, as_given, shuffles
-from sublaplace.runtime.checkpoint import Sums
+from sublaplace.data.loaders import Chained, Renamed, as_given, probed, shuffles
+from sublaplace.runtime.checkpoint import Sums, fingerprint_of
 
 Value = TypeVar("Value")
 
@@ -45,6 +45,23 @@ class Ranks:
         with self._together():
             group.all_gather_object(gathered, value)
         return gathered  # type: ignore[return-value]
+
+    def require_same(self, facts: dict[str, Any], remedy: str) -> None:
+        """Raise ValueError on every rank if the ranks disagree about a fact.
+
+        Args:
+            facts: by the subject of the message; what is compared must be small.
+            remedy: a sentence that tells the user what to do.
+        """
+        everybody = self.gather(facts)
+        for subject, own in everybody[0].items():
+            for rank, other in enumerate(everybody):
+                if other[subject] != own:
+                    ours, theirs = (str(value)[:60] for value in (own, other[subject]))
+                    raise ValueError(
+                        f"{subject} on rank {rank} is not the same as on rank 0 ({theirs} there, {ours} on rank 0), so "
+                        f"the ranks would end with different posteriors. {remedy}"
+                    )
 
     def add_up(self, sums: Sums) -> None:
         """Replace the sums on every rank by their total over all ranks. Communication: twice the size of the sums."""
@@ -98,6 +115,7 @@ class Share:
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
         self.loader, self.ranks = loader, ranks
+        self._length = 0  # inputs of all ranks, as the last reading found
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for _, batch in self.placed())
@@ -125,11 +143,18 @@ class Share:
                 if k % self.ranks.size == self.ranks.rank:
                     yield position, next(own)
                 position += len(indices)
+            self._length = position
             return
         for k, batch in enumerate(self.loader):
             if k % self.ranks.size == self.ranks.rank:
                 yield position, batch
             position += num_inputs(split_batch(batch).inputs)
+        self._length = position
+
+    def require_same_length(self) -> None:
+        """Raise ValueError on every rank if the ranks have read loaders of different lengths."""
+        remedy = "Give every rank the same loader; if each holds a share of its own, pass sharded=True."
+        self.ranks.require_same({"The number of inputs": self._length}, remedy)
 
 
 class OwnShare(Share):
@@ -147,6 +172,19 @@ class OwnShare(Share):
     def __iter__(self) -> Iterator[Any]:
         self._require_group()
         return iter(self.loader)
+
+    def require_same_length(self) -> None:
+        """Allow shares of any length."""
+
+    def require_different(self) -> None:
+        """Raise ValueError on every rank if two ranks hold the same data, which would count several times."""
+        summaries = self.ranks.gather(_summary(self.loader))
+        if len(set(summaries)) < len(summaries):
+            raise ValueError(
+                "sharded=True says that each rank's loader holds its own share, but some ranks have the same data, "
+                "which would count several times. Leave sharded=True out to share out one loader, or give each rank "
+                "its own."
+            )
 
 
 class _EveryNth(Sampler[list[int]]):
@@ -176,38 +214,74 @@ def _with_batches(loader: "DataLoader[Any]", batches: Sampler[list[int]]) -> "Da
 def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
     """Return the share of this rank, or the loader itself in a single process.
 
+    A DataLoader with a DistributedSampler is recognised: its data set is shared out without the inputs that the sampler
+    repeats to give every rank equally many. All ranks call this together; a few of their data are compared.
+
     Args:
         loader: the batches of the whole data set, the same on every rank.
         sharded: whether the loader already holds only the data of this rank.
 
     Raises:
-        ValueError: if the loader shuffles or has a DistributedSampler, or if `sharded` is set in a single process.
+        ValueError: if the loader shuffles, if the ranks do not have the same data, or have the same data although
+            `sharded` is set, or if `sharded` is set in a single process.
     """
     ranks = Ranks.current()
+    sampler = _distributed_sampler(loader)
     if ranks.size == 1:
         if sharded:
             raise ValueError("sharded=True has no effect in a single process; it belongs to a process group.")
-        return loader
-    data = as_given(loader)
-    sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
-    if sharded:
-        if isinstance(sampler, DistributedSampler) and sampler.total_size != len(sampler.dataset):  # type: ignore
+        if sampler is not None and sampler.num_replicas > 1:
             raise ValueError(
-                "The DistributedSampler repeats or drops inputs to give every rank equally many, so that some would "
-                "count twice or never. Pass the same loader without it on all ranks, without sharded=True."
+                f"The loader has a DistributedSampler for {sampler.num_replicas} ranks, but there is no process group, "
+                "so the data of the other ranks would be missing. Start the process group before, or use a loader "
+                "without this sampler."
             )
-        return OwnShare(loader, ranks)
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            "The loader has a DistributedSampler, which repeats inputs to give every rank equally many. Pass the same "
-            "loader without a DistributedSampler on all ranks: fit shares out its batches."
-        )
-    if shuffles(loader):
+        return loader
+    if sampler is not None:
+        loader = _of_all_data(loader)
+    elif sharded:
+        share = OwnShare(loader, ranks)
+        share.require_different()
+        return share
+    elif shuffles(loader):
         raise ValueError(
             "The loader shuffles, so the ranks of a process group would not agree on which rank reads which batch. "
             "Use shuffle=False."
         )
+    remedy = "If each rank's loader holds a share of its own, pass sharded=True."
+    require_same_data(loader, "The training data", f"Give every rank the same, without random augmentation. {remedy}")
     return Share(loader, ranks)
+
+
+def require_same_data(loader: Iterable[Any], subject: str, remedy: str = "Give every rank the same.") -> None:
+    """Raise ValueError on every rank of a process group if a few of their data differ; all ranks call it together."""
+    ranks = Ranks.current()
+    if ranks.size > 1:
+        ranks.require_same({subject: _summary(loader)}, remedy)
+
+
+def _summary(loader: Iterable[Any]) -> tuple[int | None, str]:
+    """Return the number of batches, where it is known, and a digest of a few of the data."""
+    data = as_given(loader)
+    return len(data) if isinstance(data, Sized) else None, fingerprint_of(probed(data))
+
+
+def _distributed_sampler(loader: Iterable[Any]) -> "DistributedSampler[Any] | None":
+    data = as_given(loader)
+    if not isinstance(data, DataLoader):
+        return None
+    samplers = data.sampler, getattr(data.batch_sampler, "sampler", None)
+    return next((each for each in samplers if isinstance(each, DistributedSampler)), None)
+
+
+def _of_all_data(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the loader with all data of its data set in order, instead of the share that its sampler gives."""
+    data = as_given(loader)
+    assert isinstance(data, DataLoader)
+    size = data.batch_size or getattr(data.batch_sampler, "batch_size", 1)
+    batches = BatchSampler(SequentialSampler(data.dataset), size, drop_last=False)  # type: ignore[arg-type]
+    whole = _with_batches(data, batches)
+    return loader.of(whole) if isinstance(loader, Renamed) else whole
 
 
 def ranks_of(loader: Iterable[Any]) -> Ranks:

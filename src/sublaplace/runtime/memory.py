@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,26 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
+    free = [number for number in (_system_bytes(), _container_bytes()) if number is not None]
+    return min(free) if free else None
+
+
+def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return what the limit of a container leaves free; beyond it, the system ends the process."""
+    for limit, used, statistics in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            free = int((root / limit).read_text()) - int((root / used).read_text())
+            entries = dict(line.split() for line in (root / statistics).read_text().splitlines())
+        except (OSError, ValueError):  # "max": without a limit
+            continue
+        return max(0, free + int(entries.get("inactive_file", 0)))  # cached files make room
+    return None
+
+
+def _system_bytes() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -44,9 +65,21 @@ def on_disk(size: int, dtype: torch.dtype, folder: str | os.PathLike[str]) -> to
 
     The file is already unlinked, so it is deleted together with the vector. The operating system caches as much of the
     file as fits into memory.
+
+    Raises:
+        MemoryError: if the disk is full.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="sublaplace-") as file:
         file.truncate(size * dtype.itemsize)
+        if size and hasattr(os, "posix_fallocate"):
+            # Without blocks of its own, a page that does not fit onto the disk would end the process by a signal.
+            try:
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+            except OSError as error:
+                raise MemoryError(
+                    f"{readable(size * dtype.itemsize)} cannot be kept in {folder}: the disk is full, or {error}. Make "
+                    "room, or choose a smaller dim."
+                ) from error
         return torch.from_file(file.name, shared=True, size=size, dtype=dtype)
 
 

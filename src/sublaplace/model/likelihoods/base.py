@@ -35,6 +35,9 @@ class Likelihood(ABC):
     name: ClassVar[str] = ""
     """For people, for ``SubspaceLaplace(model, name)`` and for saved files; empty: not to be saved."""
 
+    absent: ClassVar[dict[str, Any]] = {}
+    """Values of fields that older files do not have, where they are not the defaults."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         known = LIKELIHOODS.get(cls.name, cls)
@@ -124,6 +127,11 @@ class Likelihood(ABC):
     def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval | None:
         """Return the ends of the probabilities over all variances (n, C) between two; None where there are none."""
         return None
+
+    @property
+    def default_link(self) -> str:
+        """How logits become probabilities in predictions that do not say it."""
+        return "probit"
 
     def as_classes(self, probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities (m, classes) and labels (m,), as scores of classes need them."""
@@ -231,7 +239,7 @@ def likelihood_from(numbers: dict[str, Any]) -> Likelihood:
             f"The posterior was saved with a likelihood named '{name}', which is not defined here: import the module "
             "that defines it before loading."
         )
-    return LIKELIHOODS[name](**values)
+    return LIKELIHOODS[name](**{**LIKELIHOODS[name].absent, **values})
 
 
 def _spread(numbers: tuple[float, ...], outputs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Classification into one of C classes."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,13 +9,15 @@ from torch import Tensor
 from sublaplace.model.likelihoods.base import Likelihood, longest_first
 from sublaplace.model.likelihoods.links import (
     PROBIT_VARIANCE,
+    WITH_MATRICES,
     Covariance,
     Interval,
     bridge,
-    probit,
+    log_probabilities,
+    pairwise_interval,
     probit_interval,
-    probit_logits,
     sampled_softmax,
+    variances_of,
 )
 from sublaplace.model.likelihoods.roots import SoftmaxRoot
 
@@ -28,10 +30,25 @@ class Categorical(Likelihood):
 
     Args:
         ignore_index: inputs with this label do not count.
+        link: how logits and their variances become probabilities, "pairwise" or "probit". λ is tuned for it, and
+            predictions use it unless they name another one.
     """
 
     ignore_index: int | None = None
+    link: str = "pairwise"
     name: ClassVar[str] = "classification"
+    absent: ClassVar[dict[str, Any]] = {"link": "probit"}
+
+    def __post_init__(self) -> None:
+        if self.link not in ("pairwise", "probit"):
+            raise ValueError(
+                f"The link of a likelihood must be 'pairwise' or 'probit', not '{self.link}'. Others are for "
+                "predictions: la.predict(x, link='mc')."
+            )
+
+    @property
+    def default_link(self) -> str:
+        return self.link
 
     @property
     def noise_variances(self) -> tuple[float, ...]:
@@ -106,25 +123,26 @@ class Categorical(Likelihood):
         return self._picked(outputs.double().log_softmax(1), targets)
 
     def log_predictive(self, outputs: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
-        """Return ln p(y|x, D) by the probit approximation."""
-        return self._picked(probit_logits(outputs, covariance).log_softmax(1), targets)
+        """Return ln p(y|x, D) by the likelihood's link."""
+        return self._picked(log_probabilities(outputs.double(), variances_of(covariance), self.link), targets)
 
     def predictive_divergences(self, outputs: Tensor, covariance: Tensor, other: Tensor) -> Tensor:
-        """Return the divergences by the probit approximation."""
-        p, q = (probit_logits(outputs, each).log_softmax(1) for each in (covariance, other))
+        """Return the divergences by the likelihood's link."""
+        p, q = (log_probabilities(outputs.double(), variances_of(each), self.link) for each in (covariance, other))
         return (p.exp() * (p - q)).sum(1)
 
     def probabilities(
         self, outputs: Tensor, covariance: Covariance, link: str, samples: int, generator: torch.Generator
     ) -> Tensor:
-        if link == "probit":
-            return probit(outputs, covariance.variance)
+        if link not in WITH_MATRICES:
+            return log_probabilities(outputs, covariance.variance, link).exp()
         if link == "mc":
             return sampled_softmax(outputs, covariance.factor, samples, generator)
         return bridge(outputs, covariance.variance, covariance.row_sums)
 
     def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
-        return probit_interval(outputs, lower, upper)
+        interval = pairwise_interval if self.link == "pairwise" else probit_interval
+        return interval(outputs, lower, upper)
 
     def plain_probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(1)

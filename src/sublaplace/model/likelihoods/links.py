@@ -8,9 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LINKS = ("probit", "mc", "bridge")
+LINKS = ("pairwise", "probit", "mc", "bridge")
+WITH_MATRICES = ("mc", "bridge")
+"""The links that need the whole covariance of an input's outputs, (C, C); the others need their variances."""
+
+MOST_PAIRED = 1000
+"""Classes up to which "pairwise" looks at pairs; beyond, it is "probit"."""
+
 PROBIT_VARIANCE = 8 / pi
 """Of the Gaussian error whose distribution function resembles the sigmoid: probit divides f by √(1 + Σ / this)."""
+
+
+_PAIRS_AT_ONCE = 2**22  # of classes, over several inputs
 
 
 class Interval(NamedTuple):
@@ -35,6 +44,13 @@ class Covariance:
         self.variance = variance
         self._matrix, self._factor = matrix, factor
 
+    @classmethod
+    def of(cls, matrix: Tensor) -> "Covariance":
+        """Return the covariances of matrices that were formed already, (n, C, C)."""
+        found = cls(matrix.diagonal(dim1=1, dim2=2), lambda: matrix)
+        vars(found)["matrix"] = matrix  # where the cached property keeps it
+        return found
+
     @cached_property
     def matrix(self) -> Tensor:
         """The whole matrices, (n, C, C)."""
@@ -52,6 +68,11 @@ class Covariance:
             return self.matrix.sum(2)
         return (self.factor @ self.factor.sum(1).unsqueeze(2)).squeeze(2)
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether the matrices were formed, so that `matrix` costs nothing."""
+        return "matrix" in vars(self)
+
 
 def scaled(outputs: Tensor, variance: Tensor) -> Tensor:
     """Return f / √(1 + π/8 · variance): the logits whose probabilities are, by the probit approximation, the mean."""
@@ -61,18 +82,74 @@ def scaled(outputs: Tensor, variance: Tensor) -> Tensor:
 def mean_softmax(
     outputs: Tensor, covariance: Tensor, link: str, samples: int = 1000, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return E[softmax f] for f ~ N(outputs, covariance), by one of three approximations: (n, C).
+    """Return E[softmax f] for f ~ N(outputs, covariance), by one of four approximations: (n, C).
 
-    probit: softmax(f / √(1 + π/8 · diag Σ)). mc: the mean over samples of f. bridge: the Laplace bridge, the
-    mean of the Dirichlet that matches the Gaussian on the simplex (MacKay 1998; Hobbhahn et al. 2022).
+    pairwise: see `pairwise_log_probabilities`. probit: softmax(f / √(1 + π/8 · diag Σ)). mc: the mean over samples of
+    f. bridge: the Laplace bridge, the mean of the Dirichlet that matches the Gaussian on the simplex (MacKay 1998;
+    Hobbhahn et al. 2022).
     """
-    if link == "probit":
-        return probit(outputs, covariance.diagonal(dim1=1, dim2=2))
+    if link not in WITH_MATRICES:
+        return log_probabilities(outputs, covariance.diagonal(dim1=1, dim2=2), link).exp()
     if link == "mc":
         return monte_carlo(outputs, covariance, samples, generator)
     if link == "bridge":
         return laplace_bridge(outputs, covariance)
-    raise ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+    raise unknown(link)
+
+
+def unknown(link: str) -> ValueError:
+    """Return the error for a link that there is not."""
+    return ValueError(f"Unknown link '{link}'; choose one of {', '.join(LINKS)}.")
+
+
+def log_probabilities(outputs: Tensor, variance: Tensor, link: str) -> Tensor:
+    """Return ln E[softmax f] by a link that needs variances (n, C) alone: (n, C)."""
+    if link == "pairwise" and outputs.shape[1] <= MOST_PAIRED:
+        return pairwise_log_probabilities(outputs, variance)
+    if link in ("pairwise", "probit"):
+        return scaled(outputs, variance).log_softmax(1)
+    raise unknown(link)
+
+
+def pairwise_log_probabilities(outputs: Tensor, variance: Tensor) -> Tensor:
+    r"""Return ln p of the mean-field approximation to E[softmax f] (Lu, Ie and Sha 2020), variance (n, C).
+
+    softmax(f)_k = 1 / (1 + Σ_{j≠k} e^{f_j − f_k}), and f_j − f_k has the variance v_j + v_k for independent outputs. So
+
+        p_k ∝ 1 / (1 + Σ_{j≠k} exp((f_j − f_k) / √(1 + π/8 (v_j + v_k)))) .
+
+    Unlike probit it does not depend on a constant added to all outputs, and so does softmax. Cost: C² per input.
+    """
+    C = outputs.shape[1]
+    step = max(1, _PAIRS_AT_ONCE // C**2)
+    parts = []
+    for f, v in zip(outputs.split(step), variance.split(step), strict=True):
+        logits = scaled(f[:, None, :] - f[:, :, None], v[:, None, :] + v[:, :, None])
+        parts.append(-logits.logsumexp(2))
+    return torch.cat(parts).log_softmax(1)
+
+
+def pairwise_interval(outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
+    """Return bounds of the pairwise probabilities over all variances v in [lower, upper] (n, C), class by class.
+
+    Each odds e^{…} of a pair is monotone in v_j + v_k, so that p_k before it is normalised lies between two corners.
+    Normalised with the others at their opposite ends it is bounded, but the bounds need not be attained. Beyond
+    `MOST_PAIRED` classes these are the ends of probit.
+    """
+    C = outputs.shape[1]
+    if C > MOST_PAIRED:
+        return probit_interval(outputs, lower, upper)
+    step = max(1, _PAIRS_AT_ONCE // C**2)
+    least, most = [], []
+    for f, low, high in zip(outputs.split(step), lower.split(step), upper.split(step), strict=True):
+        differences = f[:, None, :] - f[:, :, None]
+        ends = [scaled(differences, v[:, None, :] + v[:, :, None]) for v in (low, high)]
+        least.append(-torch.maximum(*ends).logsumexp(2))
+        most.append(-torch.minimum(*ends).logsumexp(2))
+    below, above = torch.cat(least).exp(), torch.cat(most).exp()
+    return Interval(
+        below / (below + above.sum(1, keepdim=True) - above), above / (above + below.sum(1, keepdim=True) - below)
+    )
 
 
 def mean_sigmoid(
@@ -143,7 +220,7 @@ def normal_product(factor: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw on the CPU, so that every device sees the same numbers."""
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:
@@ -173,7 +250,11 @@ def bridge(outputs: Tensor, variance: Tensor, row_sums: Tensor) -> Tensor:
     return (torch.logaddexp(constant, log_ratio) - variance.log()).softmax(1)
 
 
+def variances_of(covariance: Tensor) -> Tensor:
+    """Return the variances (n, C) of covariances (n, C, C), or of variances, in float64."""
+    return (covariance if covariance.ndim == 2 else covariance.diagonal(dim1=1, dim2=2)).double()
+
+
 def probit_logits(outputs: Tensor, covariance: Tensor) -> Tensor:
     """Return the scaled logits for covariances (n, C, C), or variances (n, C), in float64: (n, C)."""
-    variance = covariance if covariance.ndim == 2 else covariance.diagonal(dim1=1, dim2=2)
-    return scaled(outputs.double(), variance.double())
+    return scaled(outputs.double(), variances_of(covariance))

@@ -1,0 +1,152 @@
+"""A pretended accelerator: tensors that report another device than the CPU, and refuse to be mixed with tensors on it.
+
+A tensor of the accelerator holds a CPU tensor and hands every operation on to it. As on a real device, an operation
+with a CPU tensor of one or more dimensions fails; numbers, copies and indices aside.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+
+class _Module(_DummyBackendModule):
+    """Says that there is no such device, so that no other code takes it as the accelerator of this machine."""
+
+    def is_available(self):
+        return False
+
+    def device_count(self):
+        return 0
+
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+
+_setup_privateuseone_for_python_backend("pretended", _Module())
+DEVICE = torch.device("pretended", 0)
+aten = torch.ops.aten
+_CROSSING = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
+_CROSSING |= {aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
+
+
+class Pretended(torch.Tensor):
+    """A tensor of the accelerator."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held):
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+        wrapper.held = held
+        return wrapper
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatched(func, args, kwargs or {})
+
+    def __repr__(self):
+        return f"Pretended({self.held!r})"
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return dispatched(func, args, kwargs or {})
+
+
+class _Constants(TorchFunctionMode):
+    """`torch.tensor`, its relatives and `tolist` copy numbers without an operation that could be seen."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
+            return args[0].held.tolist()
+        if func is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
+            return torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs).to(DEVICE)
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == DEVICE.type:
+            return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def accelerator():
+    """Within it, tensors can be created on, and moved to, the accelerator."""
+    with _Operations(), _Constants():
+        yield
+
+
+def dispatched(func, args, kwargs):
+    """Run an operation on the held tensors, and wrap what it returns if it belongs on the accelerator."""
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    inside = [tensor for tensor in tensors if isinstance(tensor, Pretended)]
+    asked = kwargs.get("device")
+    wraps = bool(inside) if asked is None else torch.device(asked).type == DEVICE.type
+    if asked is not None and wraps:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    if not inside and not wraps:
+        return func(*args, **kwargs)
+    outside = [tensor for tensor in tensors if not isinstance(tensor, Pretended) and tensor.ndim]
+    if inside and outside and func not in _CROSSING:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} found {DEVICE} and cpu.")
+    if kwargs.get("generator") is not None and wraps:
+        raise RuntimeError(f"Expected a generator for {DEVICE}, but {func} found one for the CPU.")
+    plain_args, plain_kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, Pretended) else leaf, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if inside and asked is not None and not wraps:
+        # A copy to the CPU that needs no conversion would be the held tensor itself.
+        return tree_map(lambda leaf: leaf.clone() if leaf is inside[0].held else leaf, result)
+    written = _written(func, args, kwargs)
+    if written is not None:
+        return written
+    return tree_map(lambda leaf: Pretended(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _written(func, args, kwargs):
+    """The argument that an operation writes to and returns, if it does."""
+    returns = func._schema.returns
+    if not returns or returns[0].alias_info is None or not returns[0].alias_info.is_write:
+        return None
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(kwargs[argument.name] if argument.name in kwargs else args[place])
+    return found[0] if len(returns) == 1 else tuple(found)
+
+
+def moved(value):
+    """The tensors of a nesting, or of a model, on the accelerator."""
+    if isinstance(value, nn.Module):
+        return _moved_model(value)
+    return tree_map(lambda leaf: leaf.to(DEVICE) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _moved_model(model):
+    """Move a model in place; unlike `Module.to` with tensors of another class, this keeps tied parameters tied."""
+    known = {id(p): nn.Parameter(p.detach().to(DEVICE), p.requires_grad) for p in model.parameters()}
+    for module in model.modules():
+        module._parameters.update({name: known[id(p)] for name, p in module._parameters.items() if p is not None})
+        module._buffers.update({name: b.to(DEVICE) for name, b in module._buffers.items() if b is not None})
+    return model
+
+
+@contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)

@@ -1,0 +1,136 @@
+"""What is asked for before a large allocation is no less than what it takes: measured peaks on three sizes each."""
+
+import importlib
+import multiprocessing
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sublaplace
+from sublaplace import Complement, Resources, SubspaceLaplace
+from sublaplace.runtime import memory
+
+MIB = 2**20
+BUDGET = 96 * MIB
+SMALL = 24 * MIB  # what the libraries themselves take when first used
+MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(sublaplace.__path__, "sublaplace.")]
+CLEAR = Path("/proc/self/clear_refs")
+
+
+def resident(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def peak_and_estimates(prepare):
+    """The peak of a process, and its checks before allocations: (subject, bytes asked for, bytes held then)."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def run():
+        work, asked, require = prepare(), [], memory.require
+        torch.set_num_threads(1)
+
+        def recorded(needed, device, what, remedy):
+            asked.append((what, needed, resident("VmRSS")))
+            require(needed, device, what, remedy)
+
+        for module in MODULES:
+            if getattr(module, "require", None) is require:
+                module.require = recorded
+        CLEAR.write_text("5")  # from here on the peak is measured
+        work()
+        sender.send((resident("VmHWM"), asked))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    result = receiver.recv() if receiver.poll(120) else None
+    process.join()
+    return result
+
+
+def network(width):
+    torch.manual_seed(0)
+    layers = nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    return nn.Sequential(*layers)
+
+
+def data(count, regression=False):
+    inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(0))
+    targets = inputs[:, :3].sin() if regression else torch.arange(count) % 3
+    return list(zip(inputs.split(100), targets.split(100), strict=True))
+
+
+def fit(width, count, likelihood="classification", **options):
+    def prepare():
+        la = SubspaceLaplace(
+            network(width), likelihood, prior_precision=1.0, resources=Resources(memory_budget=BUDGET), **options
+        )
+        loader = data(count, likelihood == "regression")
+        return lambda: la.fit(loader)
+
+    return prepare
+
+
+def after_fit(width, call, **options):
+    def prepare():
+        la = SubspaceLaplace.paper(
+            network(width), "classification", 10, resources=Resources(memory_budget=BUDGET), **options
+        ).fit(data(100))
+        return lambda: call(la)
+
+    return prepare
+
+
+KFAC = Complement("kfac", 1.0)
+FITTED = Complement("kfac", "fitted")
+CASES = {
+    "the dense GGN": ("The exact GGN", [fit(w, 1200, projector="full", complement=None) for w in (20, 28, 36)]),
+    "the GGN by its rows": ("The exact GGN", [fit(w, 300, projector="full", complement=None) for w in (60, 90, 120)]),
+    "a subspace": ("A projection", [fit(w, 200, dim=100, complement=None) for w in (100, 200, 350)]),
+    "a complement": ("A projection", [fit(w, 200, dim=100, complement=KFAC) for w in (100, 200, 350)]),
+    "a fitted weight": (
+        "A projection",
+        [fit(w, 200, "regression", dim=60, complement=FITTED) for w in (100, 200, 300)],
+    ),
+    "a joint covariance": (
+        "A joint covariance",
+        [
+            after_fit(20, lambda la, n=n: la.functional_covariance(torch.zeros(n, 20), joint=True))
+            for n in (500, 1000, 1500)
+        ],
+    ),
+    "draws": ("A set of", [after_fit(w, lambda la: la.sample(200)) for w in (100, 150, 250)]),
+    "solving": ("Solving", [after_fit(w, lambda la: la.full_covariance(torch.ones(8, 20))) for w in (60, 90, 120)]),
+}
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs the peak of a process, which Linux tells")
+@pytest.mark.parametrize("name", CASES)
+def test_no_estimate_is_below_the_measured_peak(name):
+    subject, sizes = CASES[name]
+    for prepare in sizes:
+        peak, asked = peak_and_estimates(prepare)
+        found = [(needed, held) for what, needed, held in asked if what.startswith(subject)]
+        assert found
+        needed, held = found[0]
+        print(f"{name}: peak {(peak - held) / MIB:.0f} MiB, estimate {needed / MIB:.0f} MiB")
+        assert peak - held <= needed + SMALL
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50000\n")
+    assert memory._container_bytes(tmp_path) == 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._container_bytes(tmp_path) is None
+
+
+def test_the_smaller_of_system_and_container_is_free(monkeypatch):
+    monkeypatch.setattr(memory, "_container_bytes", lambda: 1234)
+    assert memory.available_bytes(torch.device("cpu")) == 1234
+    monkeypatch.setattr(memory, "_system_bytes", lambda: 1000)
+    assert memory.available_bytes(torch.device("cpu")) == 1000

@@ -406,7 +406,7 @@ class SubspaceLaplace:
         else:
             chosen = chosen[start : start + count]
         linearization = fitted.linearization
-        rows = torch.zeros(count, chosen.shape[1], fitted.survey.num_outputs, dtype=linearization.dtype)
+        rows = torch.zeros(count, chosen.shape[1], fitted.survey.num_outputs, dtype=linearization.dtype, device="cpu")
         return rows.scatter_(2, chosen.unsqueeze(2), 1.0).to(linearization.device)
 
     @_with_model
@@ -934,7 +934,7 @@ class SubspaceLaplace:
 
 def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
     """Return indices of outputs, (k,) or (n, k), on the CPU, or raise an error that says what is wrong."""
-    chosen = torch.as_tensor(outputs).cpu()
+    chosen = torch.as_tensor(outputs, device="cpu")
     if chosen.ndim not in (1, 2) or not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool:
         raise ValueError(
             f"outputs must hold indices of shape (k,), or (n, k) with one row per input; it is {chosen.dtype} of shape "

@@ -253,7 +253,9 @@ class KroneckerPart:
         if self.output_vectors is not None:
             return self.output_vectors
         groups, outputs = self.output_values.shape
-        return torch.eye(outputs).to(self.output_values).expand(groups, outputs, outputs)
+        return (
+            torch.eye(outputs, device=self.output_values.device).to(self.output_values).expand(groups, outputs, outputs)
+        )
 
     def rotated_rows(self, block: Block) -> Tensor:
         return _linear(block).rotated_rows(self.input_vectors, self._output_basis())

@@ -322,7 +322,7 @@ class _Run:
         rows = max(SKETCHED_ROWS, ceil(2 * options.largest_dim / n))
         if 2 * rows >= num_outputs:
             return jacobians
-        signs = random_signs(options.seed, torch.arange(n), rows, num_outputs)
+        signs = random_signs(options.seed, torch.arange(n, device="cpu"), rows, num_outputs)
         return replace(jacobians, directions=signs.to(self.linearization.device))
 
     # The posterior ----------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class _Run:
         if not context.curvatures.has("kfac") or inputs is None:
             return {}
         few, likelihood = select(inputs, slice(0, count)), context.stream.likelihood
-        places = torch.arange(num_inputs(few))
+        places = torch.arange(num_inputs(few), device="cpu")
         roots = SampledRoots(Roots(likelihood, None), _TRACE_DIRECTIONS, places, self.options.seed)
         return trace_ratios(self.linearization.chunks(few, roots(self.linearization.outputs(few))))
 

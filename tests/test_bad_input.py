@@ -589,7 +589,7 @@ def test_an_exact_posterior_that_does_not_fit_into_memory_is_refused_before_it_i
 
 def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 10_000)
     la = SubspaceLaplace.paper(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
     with refused(model, MemoryError, "projection", "truncate"):
         _ = la.projection_matrix()
@@ -842,3 +842,40 @@ def test_a_network_whose_outputs_do_not_depend_on_its_parameters_is_refused():
     model = shaped(lambda y: 0 * y)
     with refused(model, ValueError, "do not depend", "Jacobian is zero"):
         SubspaceLaplace.paper(model, "classification", dim=4).fit(batches())
+
+
+POSITIONS = {
+    "positions before classes": lambda x: x[:, None, :].expand(-1, 5, -1),
+    "positions in the batch": lambda x: x.repeat_interleave(5, dim=0),
+    "pictures": lambda x: x[:, :, None, None].expand(-1, -1, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_outputs_with_positions_are_refused_with_the_ways_to_go_on(name):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return POSITIONS[name](self.layer(x))
+
+    model = Positions()
+    data = [(torch.randn(8, 3), torch.arange(8) % 3)]
+    with pytest.raises(ValueError, match=r"it returned \(.*Three ways to go on: .*one position.*of its own.*flattened"):
+        SubspaceLaplace(model, "classification").fit(data)
+
+
+def test_independent_outputs_at_positions_may_be_flattened():
+    class Pictures(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(1, 1, 3, padding=1)
+
+        def forward(self, x):
+            return self.layer(x).flatten(1)
+
+    x = torch.randn(8, 1, 4, 4)
+    la = SubspaceLaplace.paper(Pictures(), "multi-label", 4).fit([(x, (x > 0).float().flatten(1))])
+    assert la.functional_variance(x).view(8, 4, 4).isfinite().all()

@@ -9,6 +9,7 @@ from sublaplace import Complement, Gaussian, Linearization, SubspaceLaplace
 from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.wanted import Wanted
+from sublaplace.posteriors.sweep import sweep_of
 
 C, F = 20, 4
 FEATURES = Wanted(features=True)
@@ -128,6 +129,36 @@ def test_predictions_by_features_equal_those_by_rows(name, likelihood, monkeypat
     assert more == 2 * 7 * C
     assert torch.allclose(variance, other, rtol=1e-9, atol=1e-12)
     assert torch.allclose(covariance, others, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", POSTERIORS)
+def test_sweeps_by_features_equal_those_by_rows(name):
+    model, inputs = network(), inputs_of(30)
+    la = SubspaceLaplace(model, "classification", prior_precision=0.5, **POSTERIORS[name])
+    la.fit([(inputs, torch.arange(30) % C)])
+    sweep, linearization, x = sweep_of(la._state.posterior), la._state.linearization, inputs_of(7, seed=2)
+    taus, weights = torch.tensor([1e-2, 0.5, 30.0]).double(), torch.tensor([1.0, 0.3, 2.0]).double()
+    features = linearization.jacobian(x, wanted=sweep.wanted(whole=False))
+    rows = linearization.jacobian(x, wanted=sweep.wanted(whole=True))
+    assert features.has_features and not rows.has_features
+    found, expected = (sweep(jacobian, taus, weights, whole=False) for jacobian in (features, rows))
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_a_tied_last_layer_has_rows_of_its_own():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.hidden = nn.Embedding(C, F), nn.Linear(F, F)
+
+        def forward(self, ids):
+            return nn.functional.linear(self.hidden(self.table(ids).mean(1)).tanh(), self.table.weight)
+
+    torch.manual_seed(0)
+    model, ids = Tied().double(), torch.randint(0, C, (6, 3))
+    jacobian = Linearization(model).jacobian(ids, wanted=FEATURES)
+    assert not jacobian.has_features
+    assert torch.allclose(jacobian.dense_rows(), dense_jacobian(model, ids), atol=1e-12)
 
 
 def by_rows(la, x):

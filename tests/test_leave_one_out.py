@@ -7,7 +7,7 @@ from math import log10, pi
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import dense_jacobian, dense_outputs, pairwise_probabilities
+from dense_reference import dense_jacobian, dense_outputs, pairwise_probabilities, softmax_hessians
 from networks import make
 from test_laplace import loader
 
@@ -286,7 +286,7 @@ def test_an_input_of_little_weight_is_taken_out_with_its_weight():
     rows = data.rows
     losses = []
     for i in range(24):
-        own = rows[i].T @ state.hessians[i] @ rows[i]
+        own = rows[i].T @ softmax_hessians(state.outputs[i : i + 1])[0] @ rows[i]
         A = state.precision - own / 16
         assert torch.linalg.eigvalsh(A)[0] > 0
         covariance = rows[i] @ torch.linalg.solve(A, rows[i].T)
@@ -294,6 +294,25 @@ def test_an_input_of_little_weight_is_taken_out_with_its_weight():
         variance = covariance.diagonal()[None]
         losses.append(float(predictive_densities("classification", outputs[None], variance, targets[i : i + 1])))
     assert data.left_out(state) == pytest.approx(-sum(losses) / 24, rel=1e-9)
+
+
+def test_many_outputs_are_left_out_as_few_are():
+    """More outputs than dimensions: the inverse is that of another matrix, the result the same."""
+    model, inputs, targets = problem()
+    la = fitted(model, "classification", inputs, targets)
+    data = linearised(la, inputs, targets)
+    C = data.rows.shape[1]
+    few = replace(data, rows=data.rows[:, :, : C - 1], centre=data.centre[: C - 1])
+    state = few.refitted(0.1)
+    losses = []
+    for i in range(24):
+        rows = few.rows[i]
+        A = state.precision - rows.T @ softmax_hessians(state.outputs[i : i + 1])[0] @ rows
+        covariance = rows @ torch.linalg.solve(A, rows.T)
+        outputs = state.outputs[i] - covariance @ state.gradients[i]
+        variance = covariance.diagonal()[None]
+        losses.append(float(predictive_densities("classification", outputs[None], variance, targets[i : i + 1])))
+    assert few.left_out(state) == pytest.approx(-sum(losses) / 24, rel=1e-9)
 
 
 # The choice

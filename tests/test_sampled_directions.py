@@ -137,10 +137,10 @@ def fitted(**options):
 def test_many_outputs_are_sampled_by_default_and_the_summary_says_so():
     sampled, exact = fitted(), fitted(curvature_samples="all")
     assert "10 sampled per input" in sampled.summary()
-    assert "10 random combinations of the outputs per subspace input" in sampled.summary()
+    assert "P from 4 random combinations of the outputs per input" in sampled.summary()
     assert "sampled" not in exact.summary() and "combinations" not in exact.summary()
     passes = (la._state.linearization.passes for la in (sampled, exact))
-    assert next(passes) < 0.6 * next(passes)
+    assert next(passes) < 0.7 * next(passes)
     x = torch.randn(6, 3, dtype=torch.float64)
     one, other = (la.functional_variance(x) for la in (sampled, exact))
     assert (one - other).norm() < 0.1 * other.norm()
@@ -164,14 +164,14 @@ def replace_samples(la):
     return la
 
 
-def test_a_sketched_subspace_captures_nearly_as_much():
+def test_a_subspace_from_a_sketch_captures_as_much():
     x = torch.randn(30, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def trace(**options):
         la = SubspaceLaplace.paper(network(), "classification", 12, resources=Resources(**options)).fit(batches())
         return float(la.leading_traces(x)[-1])
 
-    assert trace() > 0.8 * trace(curvature_samples="all")
+    assert trace() > 0.97 * trace(curvature_samples="all")
 
 
 def test_few_outputs_are_not_sampled_unless_asked_for():

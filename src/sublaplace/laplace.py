@@ -264,8 +264,7 @@ class SubspaceLaplace:
         fitted = self._fitted()
         if fitted.survey.likelihood.has_probabilities:
             return self._predicted(fitted, x, link).probabilities
-        means, _, matrices = self._passed(fitted, x, variances=False, matrices=True)
-        return means, matrices
+        return self._passed(fitted, x, "matrix")
 
     @_with_model
     def predict(self, x: Any, link: str | None = None, samples: int = 1000, progress: bool = False) -> Prediction:
@@ -289,47 +288,83 @@ class SubspaceLaplace:
         self, fitted: Fitted, x: Any, link: str | None, samples: int = 1000, progress: bool = False
     ) -> Prediction:
         link = fitted.survey.likelihood.default_link if link is None else link
-        once = isinstance(x, Iterator)
-        whole = once or link in WITH_MATRICES or fitted.survey.num_outputs == 1
-        means, variances, matrices = self._passed(fitted, x, variances=not whole, matrices=whole, progress=progress)
-        uncertainty = Covariance.of(matrices) if whole else Covariance(variances, lambda: self.functional_covariance(x))
+        C, subspace = fitted.survey.num_outputs, fitted.posterior.subspace
+        low_rank = subspace is not None and subspace is fitted.posterior and subspace.dim < C
+        sampled = link in WITH_MATRICES
+        form = "factor" if low_rank and sampled else "matrix" if sampled or C == 1 else "variance"
+        if isinstance(x, Iterator) and form == "variance":
+            form = "factor" if low_rank else "matrix"  # x cannot be read again for covariances
+        means, found = self._passed(fitted, x, form, progress)
+        if form == "matrix":
+            uncertainty = Covariance.of(found)
+        elif form == "factor":
+            uncertainty = Covariance(found.square().sum(2), lambda: found @ found.mT, lambda: found)
+        else:
+            factor = (lambda: self._passed(fitted, x, "factor")[1]) if low_rank else None
+            uncertainty = Covariance(found, lambda: self.functional_covariance(x), factor)
         return Prediction(means, fitted.survey.likelihood, uncertainty, link, samples, self._options.seed)
 
     def _passed(
-        self, fitted: Fitted, x: Any, variances: bool, matrices: bool, progress: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one pass over x: outputs, and variances or covariances as far as they are asked for."""
+        self, fitted: Fitted, x: Any, form: str, progress: bool = False, outputs: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one pass over x: the network's outputs, and their variances, covariances or factors of covariances.
+
+        Args:
+            fitted: what was fitted.
+            x: the inputs.
+            form: "variance" (n, C), "matrix" (n, C, C) or "factor" (n, C, s).
+            progress: show a bar.
+            outputs: which outputs, see `functional_variance`; None: all.
+        """
         posterior = fitted.posterior
-        if matrices and isinstance(x, Tensor | Mapping):  # the length of a loader is not known
-            n, C = num_inputs(x), fitted.survey.num_outputs
+        chosen = None if outputs is None else checked_outputs(outputs, fitted.survey.num_outputs)
+        if form != "variance" and isinstance(x, Tensor | Mapping):  # the length of a loader is not known
+            n = num_inputs(x)
+            C = fitted.survey.num_outputs if chosen is None else chosen.shape[-1]
             require(
-                2 * n * C**2 * fitted.linearization.dtype.itemsize,
+                2 * n * C * (C if form == "matrix" else posterior.dim) * fitted.linearization.dtype.itemsize,
                 fitted.linearization.device,
                 f"An array of covariances of {C:,} outputs for {n:,} inputs",
-                "Give fewer inputs at once, or use functional_variance, which needs C numbers per input.",
+                "Give fewer inputs at once, choose outputs, as in functional_covariance(x, outputs=[0, 1]), or use "
+                "functional_variance, which needs C numbers per input.",
             )
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        found: list[tuple[Tensor, Tensor]] = []
         with fitted.linearization.borrowed():
-            for jacobian in self._jacobians(x, progress, posterior.wanted):
-                none = jacobian.outputs.new_empty(jacobian.num_inputs, 0)
-                variance = posterior.variance(jacobian) if variances else none
-                matrix = posterior.covariance(jacobian) if matrices else none
-                found.append((jacobian.outputs, variance, matrix))
+            for jacobian in self._jacobians(x, progress, posterior.wanted, chosen):
+                if form == "factor":
+                    spread = self._subspace().whitened(jacobian).to(jacobian.outputs.dtype)
+                else:
+                    spread = posterior.variance(jacobian) if form == "variance" else posterior.covariance(jacobian)
+                found.append((jacobian.outputs, spread))
                 del jacobian  # or it would stand in memory beside the next one
-        means, all_variances, all_matrices = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return means, all_variances, all_matrices
+        means, spreads = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return means, spreads
 
     @_with_model
-    def functional_variance(self, x: Any) -> Tensor:
-        """Return the posterior variance of each output, (n, C), without forming (C, C)."""
-        return self._passed(self._fitted(), x, variances=True, matrices=False)[1]
+    def functional_variance(self, x: Any, outputs: Any = None) -> Tensor:
+        """Return the posterior variance of each output, (n, C), without forming (C, C).
+
+        Args:
+            x: the inputs.
+            outputs: the outputs that are asked for, (k,) for all inputs or (n, k), such as those of the k most
+                probable classes: the result is (n, k). None: all.
+        """
+        return self._passed(self._fitted(), x, "variance", outputs=outputs)[1]
 
     @_with_model
-    def functional_covariance(self, x: Any, joint: bool = False) -> Tensor:
-        """Return J Ψ Jᵀ for each input, (n, C, C), or with `joint` over all of them together, (nC, nC)."""
+    def functional_covariance(self, x: Any, joint: bool = False, outputs: Any = None) -> Tensor:
+        """Return J Ψ Jᵀ for each input, (n, C, C), or with `joint` over all of them together, (nC, nC).
+
+        Args:
+            x: the inputs.
+            joint: over all inputs together.
+            outputs: the outputs that are asked for, as in `functional_variance`: the result is (n, k, k).
+        """
         fitted = self._fitted()
         if not joint:
-            return self._passed(fitted, x, variances=False, matrices=True)[2]
+            return self._passed(fitted, x, "matrix", outputs=outputs)[1]
+        if outputs is not None:
+            raise ValueError("outputs has no effect with joint=True, which gives the covariance of all outputs.")
         linearization = fitted.linearization
         inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
         rows = num_inputs(inputs) * fitted.survey.num_outputs
@@ -341,19 +376,38 @@ class SubspaceLaplace:
         )
         return fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
 
-    def _jacobians(self, x: Any, progress: bool = False, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
+    def _jacobians(
+        self, x: Any, progress: bool = False, wanted: Wanted = ROWS, chosen: Tensor | None = None
+    ) -> Iterator[Jacobian]:
+        """Yield the Jacobians of all outputs, or of the chosen ones, (k,) or (n, k)."""
         linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
         with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
-                    for jacobian in linearization.chunks(linearization.to_device(inputs), wanted=wanted):
+                    rows = None
+                    if chosen is not None:
+                        rows = self._unit_rows(chosen, seen, num_inputs(inputs))
+                    for jacobian in linearization.chunks(linearization.to_device(inputs), rows, wanted):
                         yield jacobian
                         seen += jacobian.num_inputs
                         bar.update(jacobian.num_inputs)
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
+
+    def _unit_rows(self, chosen: Tensor, start: int, count: int) -> Tensor:
+        """Return the unit vectors of the chosen outputs for `count` inputs from `start` on: (count, k, C)."""
+        fitted = self._fitted()
+        if chosen.ndim == 1:
+            chosen = chosen.expand(count, -1)
+        elif len(chosen) < start + count:
+            raise ValueError(f"outputs has {len(chosen)} rows, but there are more inputs; give one row per input.")
+        else:
+            chosen = chosen[start : start + count]
+        linearization = fitted.linearization
+        rows = torch.zeros(count, chosen.shape[1], fitted.survey.num_outputs, dtype=linearization.dtype, device="cpu")
+        return rows.scatter_(2, chosen.unsqueeze(2), 1.0).to(linearization.device)
 
     @_with_model
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
@@ -876,6 +930,20 @@ class SubspaceLaplace:
         sigma = f", σ={', '.join(f'{std:.4g}' for std in stds)}" if stds else ""
         prior = f"λ={self._state.posterior.prior_precision:.4g}"
         return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._state.survey.num_data:,})"
+
+
+def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
+    """Return indices of outputs, (k,) or (n, k), on the CPU, or raise an error that says what is wrong."""
+    chosen = torch.as_tensor(outputs, device="cpu")
+    if chosen.ndim not in (1, 2) or not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool:
+        raise ValueError(
+            f"outputs must hold indices of shape (k,), or (n, k) with one row per input; it is {chosen.dtype} of shape "
+            f"{tuple(chosen.shape)}."
+        )
+    if int(chosen.min()) < 0 or int(chosen.max()) >= num_outputs:
+        low, high = int(chosen.min()), int(chosen.max())
+        raise ValueError(f"outputs must lie in 0 … {num_outputs - 1}, but they range from {low} to {high}.")
+    return chosen.long()
 
 
 def _checked_link(link: str | None) -> None:

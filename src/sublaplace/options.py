@@ -80,9 +80,9 @@ class Resources:
         direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
             None: 1e-8, and 0 for float64 models.
         curvature_samples: m, the number of sampled output directions per input for KFAC and the diagonal; "all": every
-            direction. None: 10 if there are more than 32 outputs, else all. With sampled directions, X′ has a few
-            random combinations of the outputs as rows. They decide P and what stands outside of the subspace; the
-            posterior in the subspace is exact.
+            direction. None: 10 if there are more than 32 outputs, else all. With sampled directions, the search for P
+            starts from a few random combinations of the outputs. They decide P and what stands outside of the
+            subspace; the posterior in the subspace is exact.
     """
 
     memory_budget: int | None = None

@@ -98,11 +98,11 @@ def random_signs(seed: int, places: Tensor, rows: int, columns: int) -> Tensor:
     Each sign is a bit of a hash of (seed, place, row, column), so any part can be drawn on its own.
     """
     places = places.cpu().long()
-    result = torch.empty(len(places), rows, columns, dtype=torch.int8)
-    inner = torch.arange(rows * columns).view(rows, columns)
+    result = torch.empty(len(places), rows, columns, dtype=torch.int8, device="cpu")
+    inner = torch.arange(rows * columns, device="cpu").view(rows, columns)
     step = max(1, _KEYS_AT_ONCE // (rows * columns))
     for start in range(0, len(places), step):
-        keys = _hashed(places[start : start + step] + _hashed(torch.tensor(seed)))[:, None, None] + inner
+        keys = _hashed(places[start : start + step] + _hashed(torch.tensor(seed, device="cpu")))[:, None, None] + inner
         result[start : start + step] = 1 - 2 * (_hashed(keys) & 1)
     return result
 

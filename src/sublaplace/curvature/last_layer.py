@@ -54,7 +54,7 @@ class _HeadSums:
         result = {"hessians": self.hessians}
         for name, held in self.moments.items():
             result[f"inputs.{name}"] = held.inputs
-            result[f"rest.{name}"] = torch.tensor([held.terms, held.transposed], dtype=torch.float64)
+            result[f"rest.{name}"] = torch.tensor([held.terms, held.transposed], dtype=torch.float64, device="cpu")
         return result
 
     def restore(self, tensors: dict[str, Tensor]) -> None:

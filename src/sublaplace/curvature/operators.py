@@ -43,6 +43,9 @@ class Part(Protocol):
     def variance(self, block: Block, prior: float) -> Tensor:
         """Return the diagonals of `covariance`: (n, K)."""
 
+    def head_bases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return Q_A and Q_B if the eigenbasis is Q_B ⊗ Q_A for a last layer; None stands for the identity."""
+
     def sample(self, noise: Tensor, prior: float) -> Tensor:
         """Return draws (k, size) from N(0, (GGN + λ)⁻¹), given standard normal `noise` (k, size).
 
@@ -112,6 +115,9 @@ class DiagonalPart:
             return block.variances(1 / (self.diagonal + prior))
         return self.whiten(block, prior).square().sum(2)
 
+    def head_bases(self) -> tuple[None, None]:
+        return None, None
+
     def sample(self, noise: Tensor, prior: float) -> Tensor:
         return self.unwhiten(noise, prior)
 
@@ -166,6 +172,9 @@ class DensePart:
 
     def variance(self, block: Block, prior: float) -> Tensor:
         return self.whiten(block, prior).square().sum(2)
+
+    def head_bases(self) -> tuple[None, None]:
+        raise TypeError("A dense block of a last layer has no Kronecker factors.")
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
         return (self.rotate(noise) * (self.values + prior).rsqrt()) @ self.vectors.T
@@ -244,7 +253,9 @@ class KroneckerPart:
         if self.output_vectors is not None:
             return self.output_vectors
         groups, outputs = self.output_values.shape
-        return torch.eye(outputs).to(self.output_values).expand(groups, outputs, outputs)
+        return (
+            torch.eye(outputs, device=self.output_values.device).to(self.output_values).expand(groups, outputs, outputs)
+        )
 
     def rotated_rows(self, block: Block) -> Tensor:
         return _linear(block).rotated_rows(self.input_vectors, self._output_basis())
@@ -292,6 +303,10 @@ class KroneckerPart:
             weights = self._head_weights(block, prior)
             return weights if self.output_vectors is None else weights @ self.output_vectors[0].square().T
         return self._root(block, prior).square().sum(2)
+
+    def head_bases(self) -> tuple[Tensor | None, Tensor | None]:
+        inputs, outputs = self.input_vectors, self.output_vectors
+        return None if inputs is None else inputs[0], None if outputs is None else outputs[0]
 
     def sample(self, noise: Tensor, prior: float) -> Tensor:
         return self._transformed(noise, (self._products + prior).rsqrt())

@@ -197,7 +197,7 @@ class CurvatureStream:
     def _portion(self, place: int, batch: Batch) -> _Portion:
         device = self.linearization.device
         weights = None if batch.weights is None else batch.weights.to(device)
-        places = place + torch.arange(num_inputs(batch.inputs))
+        places = place + torch.arange(num_inputs(batch.inputs), device="cpu")
         return _Portion(batch.inputs, target_weights(self.likelihood, batch.targets.to(device), weights), places)
 
     def _jacobians(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
@@ -219,7 +219,7 @@ class CurvatureStream:
         outputs = self._outputs(select(inputs, slice(0, _SMALL_GROUP)))
         few = outputs[: self._roots_at_once(outputs.shape[1])]
         if self._keeps_all_directions or not len(few):
-            return torch.full((1,), outputs.shape[1]), outputs.shape[1]
+            return torch.full((1,), outputs.shape[1], device="cpu"), outputs.shape[1]
         roots = self.likelihood.hessian_root(few)
         return significant(roots, self.tolerance), roots.shape[1]
 

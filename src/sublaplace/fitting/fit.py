@@ -52,8 +52,8 @@ from sublaplace.runtime.warning import warn
 
 _TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
 
-SKETCHED_ROWS = 10
-"""Fewest random combinations of the outputs per input of X′, where there are many outputs."""
+SKETCHED_ROWS = 4
+"""Fewest random combinations of the outputs per input of X′ from which the search for P starts, for many outputs."""
 
 
 def fit(
@@ -188,7 +188,7 @@ class _Run:
         if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
             said.append(f"{samples} sampled per input for the curvature of all parameters")
         if sketched is not None:
-            said.append(f"{sketched.shape[1]} random combinations of the outputs per subspace input")
+            said.append(f"P from {sketched.shape[1]} random combinations of the outputs per input, refined with all")
         return "; ".join(said)
 
     # The data ---------------------------------------------------------------------------------------------------------
@@ -319,10 +319,10 @@ class _Run:
         if inputs is None or exact or options.resources.samples(num_outputs) is None:
             return jacobians
         n = num_inputs(inputs)
-        rows = max(SKETCHED_ROWS, ceil(4 * options.largest_dim / n))
+        rows = max(SKETCHED_ROWS, ceil(2 * options.largest_dim / n))
         if 2 * rows >= num_outputs:
             return jacobians
-        signs = random_signs(options.seed, torch.arange(n), rows, num_outputs)
+        signs = random_signs(options.seed, torch.arange(n, device="cpu"), rows, num_outputs)
         return replace(jacobians, directions=signs.to(self.linearization.device))
 
     # The posterior ----------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class _Run:
         if not context.curvatures.has("kfac") or inputs is None:
             return {}
         few, likelihood = select(inputs, slice(0, count)), context.stream.likelihood
-        places = torch.arange(num_inputs(few))
+        places = torch.arange(num_inputs(few), device="cpu")
         roots = SampledRoots(Roots(likelihood, None), _TRACE_DIRECTIONS, places, self.options.seed)
         return trace_ratios(self.linearization.chunks(few, roots(self.linearization.outputs(few))))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sublaplace.curvature.directions import Roots
 from sublaplace.data.batches import Batch
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
@@ -108,18 +109,20 @@ class LinearisedData:
         return float(prior_precision / 2 * (mu + self.centre).square().sum() - densities.sum())
 
     def state(self, mu: Tensor, prior_precision: float) -> "_State":
-        """Return gradients and Hessians at μ. Cost: n·C·s²."""
+        """Return the gradients and the precision at μ. Cost: n·C·s²."""
         moved = self.outputs + self.rows @ mu
         with torch.enable_grad():
             leaf = moved.detach().requires_grad_()
             densities = self.likelihood.log_density(leaf, self.targets)
             (gradients,) = torch.autograd.grad(densities.sum(), leaf)
-        root = self.likelihood.hessian_root(moved).double()
-        scales = torch.tensor(self.likelihood.curvature_scales, dtype=torch.float64, device=root.device)
-        H = root.transpose(1, 2) @ (scales[:, None] * root)
-        A = self.rows.flatten(0, 1).T @ (_weighted(H, self.counts) @ self.rows).flatten(0, 1)
+        seen = self._curvature_rows(moved, self.counts).flatten(0, 1)
+        A = seen.T @ seen
         A.diagonal().add_(prior_precision)
-        return _State(mu, moved, gradients, H, A)
+        return _State(mu, moved, gradients, A)
+
+    def _curvature_rows(self, outputs: Tensor, counts: Tensor) -> Tensor:
+        """Return B with BᵀB = RᵀHR for each input, H times the counts of its targets: (n, K, s)."""
+        return Roots(self.likelihood, counts).times(outputs, self.rows) * self.likelihood.single_scale**0.5
 
     def refitted(self, prior_precision: float, start: Tensor | None = None) -> "_State":
         """Return the mode under λ, by Newton's method with halved steps."""
@@ -139,14 +142,22 @@ class LinearisedData:
         return current
 
     def left_out(self, state: "_State") -> float:
-        """Return the mean NLL of every input as if it had not been among the data. Cost: n·C·s²."""
-        n, C, s = self.rows.shape
-        solved = torch.linalg.solve(state.precision, self.rows.reshape(n * C, s).T).T.view(n, C, s)
-        covariance = self.rows @ solved.transpose(1, 2)
-        identity = torch.eye(C, dtype=torch.float64, device=covariance.device)
-        covariance = torch.linalg.solve(identity - covariance @ _weighted(state.hessians, self.own), covariance)
-        shifted = state.outputs - (covariance @ (state.gradients * self.own)[..., None])[..., 0]
-        variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(0)
+        """Return the mean NLL of every input as if it had not been among the data. Cost: n·C·s², and n·min(C, s)³.
+
+        Without input i, A becomes A − BᵀB with its curvature BᵀB. If there are fewer outputs than dimensions,
+        Woodbury's identity gives the inverse, A⁻¹ + A⁻¹Bᵀ(I − BA⁻¹Bᵀ)⁻¹BA⁻¹.
+        """
+        B, pull = self._curvature_rows(state.outputs, self.own), state.gradients * self.own
+        if self.rows.shape[1] > self.rows.shape[2]:
+            solved = torch.linalg.solve(state.precision - B.transpose(1, 2) @ B, self.rows.transpose(1, 2))
+        else:
+            inverse = torch.linalg.inv(state.precision)
+            measured = B @ inverse
+            identity = torch.eye(B.shape[1], dtype=torch.float64, device=B.device)
+            removed = torch.linalg.solve(identity - measured @ B.transpose(1, 2), measured @ self.rows.transpose(1, 2))
+            solved = inverse @ self.rows.transpose(1, 2) + measured.transpose(1, 2) @ removed
+        shifted = state.outputs - (self.rows @ (solved @ pull[..., None]))[..., 0]
+        variance = (self.rows * solved.transpose(1, 2)).sum(2).clamp_min(0)
         return self._loss_at(shifted, variance)
 
     def kept(self, variance: Tensor) -> float:
@@ -167,14 +178,7 @@ class _State:
     coordinates: Tensor  # μ: (s,)
     outputs: Tensor  # f + Rμ: (n, C)
     gradients: Tensor  # ∇ ln p(y|f): (n, C)
-    hessians: Tensor  # (n, C, C)
     precision: Tensor  # A: (s, s)
-
-
-def _weighted(H: Tensor, counts: Tensor) -> Tensor:
-    """Return diag √c H diag √c for counts (n, 1), or (n, C) of single targets."""
-    roots = counts.sqrt()
-    return roots[:, :, None] * H * roots[:, None, :]
 
 
 def prior_by_leave_one_out(data: LinearisedData, variances: Tensor | None = None, at_end: bool = True) -> float:

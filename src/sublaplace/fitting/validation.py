@@ -135,7 +135,7 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
         for inputs, targets, counts in _counted_batches(likelihood, loader, progress):
             first = 0
             numbers = sweep.numbers_per_row * fitted.survey.num_outputs
-            for jacobian in _few_at_once(linearization, inputs, numbers, sweep.wanted):
+            for jacobian in _few_at_once(linearization, inputs, numbers, sweep.wanted(whole)):
                 part = slice(first, first + jacobian.num_inputs)
                 first = part.stop
                 found = targets[part].to(linearization.device)

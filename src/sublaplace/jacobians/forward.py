@@ -90,7 +90,9 @@ def forward_mode_works(network: Network, inputs: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(network.device, network.dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            network.device, network.dtype
+        )
 
     with torch.no_grad():
         outputs = network.forward(network.model, inputs)

@@ -34,7 +34,7 @@ class HeadBlock:
     def size(self) -> int:
         return self.inputs.shape[1] * self.outputs
 
-    def _as_maps(self, vectors: Tensor) -> Tensor:
+    def as_maps(self, vectors: Tensor) -> Tensor:
         """Return vectors (…, size) as maps (…, C, I)."""
         I, C = self.inputs.shape[1], self.outputs
         return vectors.unflatten(-1, (I, C)).transpose(-1, -2) if self.transposed else vectors.unflatten(-1, (C, I))
@@ -42,18 +42,18 @@ class HeadBlock:
     def rows(self) -> Tensor:
         n, C, I = len(self.inputs), self.outputs, self.inputs.shape[1]
         rows = self.inputs.new_zeros(n, C, C * I)
-        self._as_maps(rows).diagonal(dim1=1, dim2=2).copy_(self.inputs[:, :, None].expand(n, I, C))
+        self.as_maps(rows).diagonal(dim1=1, dim2=2).copy_(self.inputs[:, :, None].expand(n, I, C))
         return rows
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        return torch.einsum("ni,rci->ncr", self.inputs, self._as_maps(vectors))
+        return torch.einsum("ni,rci->ncr", self.inputs, self.as_maps(vectors))
 
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
-        self._as_maps(into).add_(torch.einsum("ncr,ni->rci", weights, self.inputs))
+        self.as_maps(into).add_(torch.einsum("ncr,ni->rci", weights, self.inputs))
 
     def squared_sum(self) -> Tensor:
         result = self.inputs.new_empty(self.size)
-        self._as_maps(result).copy_(self.inputs.square().sum(0).expand(self.outputs, -1))
+        self.as_maps(result).copy_(self.inputs.square().sum(0).expand(self.outputs, -1))
         return result
 
     def scaled(self, factor: float) -> "HeadBlock":
@@ -67,4 +67,4 @@ class HeadBlock:
 
     def variances(self, weights: Tensor) -> Tensor:
         """Return Σ_k w_k r_k² of every row r, for weights (size,): (n, C)."""
-        return self.inputs.square() @ self._as_maps(weights).T
+        return self.inputs.square() @ self.as_maps(weights).T

@@ -198,6 +198,10 @@ class Jacobians:
         directions = None if self.directions is None else self.directions[:count]
         return replace(self, inputs=select(self.inputs, slice(0, count)), directions=directions)
 
+    def whole(self, count: int) -> "Jacobians":
+        """Return the Jacobians of all outputs, for products of them and their transposes with `count` vectors."""
+        return replace(self, directions=None, wanted=Wanted(count, transposed=True))
+
     @property
     def num_rows(self) -> int:
         """The number of rows, n·C or n·k."""

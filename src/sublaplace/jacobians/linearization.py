@@ -217,7 +217,7 @@ class Linearization:
             return False
         if plan.forward_mode is None:
             with self.borrowed():
-                few = select(inputs, torch.arange(3) % num_inputs(inputs))
+                few = select(inputs, torch.arange(3, device="cpu") % num_inputs(inputs))
                 plan.forward_mode = forward_mode_works(self.network, self.to_device(few))
         return plan.forward_mode
 

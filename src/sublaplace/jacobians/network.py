@@ -114,11 +114,7 @@ class Network:
     def _checked(self, outputs: Any, inputs: Any) -> Tensor:
         n = num_inputs(inputs)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != n:
-            shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ValueError(
-                f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it returned {shape}. "
-                "Wrap it in a module that returns a tensor of this shape."
-            )
+            raise ValueError(_wrong_shape(outputs, n))
         if not torch.isfinite(outputs).all() or _has_non_finite(inputs):
             raise ValueError(self._non_finite(inputs))
         return outputs
@@ -180,6 +176,22 @@ class Network:
         finally:
             for p in parameters:
                 p.requires_grad_(False)
+
+
+def _wrong_shape(outputs: Any, n: int) -> str:
+    """Return an error message that says what the model returned, and how to go on."""
+    found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    message = f"The model must map a batch of {n} inputs to outputs of shape ({n}, C), but it returned {found}. "
+    positions = isinstance(outputs, Tensor) and (
+        (outputs.ndim > 2 and len(outputs) == n) or (outputs.ndim == 2 and n and len(outputs) % n == 0)
+    )
+    if not positions:
+        return message + "Wrap it in a module that returns a tensor of this shape."
+    return message + (
+        "These look like outputs at several positions of an input. Wrap it in a module. Three ways to go on: return the "
+        "output at one position, or a mean over them; make every position an input of its own; or, if the outputs are "
+        f"independent numbers or yes/no answers, return them and their targets flattened to ({n}, positions · C)."
+    )
 
 
 def _has_non_finite(inputs: Any) -> bool:

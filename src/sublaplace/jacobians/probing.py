@@ -132,7 +132,8 @@ def _recorded_gradients(
     last = next((call for call in reversed(capture.calls) if set(call.names) == set(plan.last_linear)), None)
     plan.ends_linear = last is not None and outputs.requires_grad and last.edge == get_gradient_edge(outputs)
     if plan.ends_linear and last is not None and last.source.ndim == 2:
-        plan.num_features = last.source.shape[1]
+        used_again = any(call is not last and not set(call.names).isdisjoint(last.names) for call in capture.calls)
+        plan.num_features = None if used_again else last.source.shape[1]
     jacobian = jacobian_of(plan, capture, inputs, outputs, rows)
     weights = rows.new_ones(*rows.shape[:2], 1)
     found = {name: p.new_zeros(p.numel()) for name, p in network.parameters.items()}

@@ -5,7 +5,7 @@ V(τ)/scale. So one pass over some inputs gives what is predicted for them at ev
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.operators import Part
 from sublaplace.curvature.precision import BlockPrecision
+from sublaplace.jacobians.blocks import Block
+from sublaplace.jacobians.features import FeatureBlock
+from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import cholesky, symmetric_product
@@ -39,9 +42,8 @@ class Sweep(Protocol):
     def numbers_per_row(self) -> int:
         """How many numbers are kept per row of a Jacobian while its points are evaluated."""
 
-    @property
-    def wanted(self) -> Wanted:
-        """What the sweep asks of a Jacobian."""
+    def wanted(self, whole: bool) -> Wanted:
+        """Return what the sweep asks of a Jacobian, for variances or whole matrices."""
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
@@ -60,7 +62,8 @@ def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[f
     sweep, outside = sweep_of(posterior), posterior.outside
     taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu")
     weights = torch.full_like(taus, 1.0 if outside is None else outside.weight)
-    return torch.cat([sweep(jacobian, taus, weights, whole=False) for jacobian in inputs], dim=1)
+    wanted = replace(inputs, wanted=sweep.wanted(whole=False))
+    return torch.cat([sweep(jacobian, taus, weights, whole=False) for jacobian in wanted], dim=1)
 
 
 def _diagonalised(S: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +101,7 @@ class SubspaceSweep:
     def numbers_per_row(self) -> int:
         return len(self.values)
 
-    @property
-    def wanted(self) -> Wanted:
+    def wanted(self, whole: bool) -> Wanted:
         return Wanted(self.projection.dim, names=self.projection.support)
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
@@ -117,8 +119,7 @@ class LastLayerSweep:
     def numbers_per_row(self) -> int:
         return 1
 
-    @property
-    def wanted(self) -> Wanted:
+    def wanted(self, whole: bool) -> Wanted:
         return self.posterior.wanted
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
@@ -156,8 +157,7 @@ class ExactSweep:
     def numbers_per_row(self) -> int:
         return sum(self.vectors.shape)
 
-    @property
-    def wanted(self) -> Wanted:
+    def wanted(self, whole: bool) -> Wanted:
         return ROWS
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
@@ -253,12 +253,13 @@ class ComplementSweep:
     def numbers_per_row(self) -> int:
         return len(self.eigenvalues) * (2 * len(self.values) + 1)
 
-    @property
-    def wanted(self) -> Wanted:
-        return ROWS
+    def wanted(self, whole: bool) -> Wanted:
+        return Wanted(features=not whole)
 
     def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""
+        if jacobian.has_features:
+            return self._with_features(jacobian, taus, weights)
         squares, products = self._sums(jacobian, whole)
         step = max(1, _NUMBERS_AT_ONCE // max(1, products[0].numel() + self.grams[0].numel()))
         points = zip(taus.to(squares.device).split(step), weights.to(squares.device).split(step), strict=True)
@@ -275,17 +276,58 @@ class ComplementSweep:
         mixed, grams = _over_bins(outside, products), _over_bins(outside, self.grams)
         for k in range(L):
             tau = taus[k]
+            if total.ndim == 3:
+                total[k] += self._corrected(rows, mixed[k], grams[k], tau)
+                continue
             m = rows / (self.values + tau)
             cross = mixed[k, ..., :s] + tau * mixed[k, ..., s:]  # Σ j (Y + τQ) / (we + τ)
             G = grams[k]
             inner = G[:s, :s] + tau * (G[:s, s:] + G[s:, :s]) + tau**2 * G[s:, s:]
             inner.diagonal().add_(self.values + tau)  # the first term of V
-            if total.ndim == 4:
-                both = m @ cross.transpose(1, 2)
-                total[k] += m @ inner @ m.transpose(1, 2) - both - both.transpose(1, 2)
-            else:
-                total[k] += ((m @ inner - 2 * cross) * m).sum(2)
+            both = m @ cross.transpose(1, 2)
+            total[k] += m @ inner @ m.transpose(1, 2) - both - both.transpose(1, 2)
         return total
+
+    def _with_features(self, jacobian: Jacobian, taus: Tensor, weights: Tensor) -> Tensor:
+        """Return the variances of outputs that are linear in features, point by point.
+
+        The sums by bin are those of the F features. The last layer's part of each point comes from its factors, with
+        eigenvalues rounded to the same bins. Cost: C·(F + C)·s per input and point.
+        """
+        s = len(self.values)
+        inner, heads, mix = {}, [], None
+        for name, block in jacobian.blocks.items():
+            if isinstance(block, FeatureBlock):
+                inner[name], mix = block.inner, block.mix.double()
+            else:
+                heads.append(_HeadPoints.of(self.parts[name], self.eigenvalues, block))
+        assert mix is not None
+        features = replace(jacobian, blocks=inner, num_rows=mix.shape[1])
+        squares, products = self._sums(features, whole=True)
+        ones = torch.ones_like(self.eigenvalues)
+        rows = mix @ products[..., s:].sum(0)  # JQ
+        for head in heads:
+            rows = rows + head.products(ones)[..., s:]
+        result = []
+        for tau, weight in zip(taus.tolist(), weights.tolist(), strict=True):
+            outside = 1 / (weight * self.eigenvalues + tau)
+            (square,), (product,) = _over_bins(outside[None], squares), _over_bins(outside[None], products)
+            total, mixed = ((mix @ square) * mix).sum(2), mix @ product
+            for head in heads:
+                total, mixed = total + head.variances(outside), mixed + head.products(outside)
+            if s:
+                total = total + self._corrected(rows, mixed, _over_bins(outside[None], self.grams)[0], tau)
+            result.append(total)
+        return torch.stack(result)
+
+    def _corrected(self, rows: Tensor, mixed: Tensor, G: Tensor, tau: float | Tensor) -> Tensor:
+        """Return what the subspace changes of the variance outside, at one point: (n, K)."""
+        s = len(self.values)
+        m = rows / (self.values + tau)
+        cross = mixed[..., :s] + tau * mixed[..., s:]
+        inner = G[:s, :s] + tau * (G[:s, s:] + G[s:, :s]) + tau**2 * G[s:, s:]
+        inner.diagonal().add_(self.values + tau)
+        return ((m @ inner - 2 * cross) * m).sum(2)
 
     def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor]:
         """Return by bin Σ j_k² (B, n, K), or Σ j_k j′_k (B, n, K, K), and Σ j_k Y_k, Σ j_k Q_k: (B, n, K, 2s)."""
@@ -302,6 +344,50 @@ class ComplementSweep:
                 if binned.both is not None:
                     products[place] += some @ binned.both[:, start:stop].T
         return squares, products
+
+
+@dataclass(frozen=True)
+class _HeadPoints:
+    """The last layer's part of variances, Σ_k Q_ck a_j² o_kj and the like, for factors o that depend on the bin.
+
+    In the eigenbasis of a Kronecker part the row of output c is Q_B[c] ⊗ (Q_Aᵀ a).
+    """
+
+    bins: Tensor  # of the eigenvalues: (C, I)
+    inputs: Tensor  # Q_Aᵀ a: (n, I)
+    basis: Tensor | None  # Q_B: (C, C); None: the identity
+    both: Tensor | None  # Y and Q: (2s, C, I)
+
+    @classmethod
+    def of(cls, binned: _BinnedPart, eigenvalues: Tensor, block: Block) -> "_HeadPoints":
+        """Prepare the sums of one parameter of the last layer."""
+        if not isinstance(block, HeadBlock):
+            raise TypeError("Only the last layer may have rows of its own beside those of features.")
+        into_inputs, into_outputs = binned.part.head_bases()
+        places = torch.empty(len(binned.order), dtype=torch.long, device=binned.order.device)
+        for place, start, stop in binned.starts:
+            places[binned.order[start:stop]] = place
+        both = None
+        if binned.both is not None:
+            both = torch.empty_like(binned.both)
+            both[:, binned.order] = binned.both
+            both = block.as_maps(both).double()
+        a = block.inputs.double()
+        a = a if into_inputs is None else a @ into_inputs.double()
+        basis = None if into_outputs is None else into_outputs.double()
+        return cls(block.as_maps(places), a, basis, both)
+
+    def variances(self, factors: Tensor) -> Tensor:
+        """Return Σ j² f for factors f by bin (B,): (n, C)."""
+        weighted = self.inputs.square() @ factors[self.bins].T
+        return weighted if self.basis is None else weighted @ self.basis.square().T
+
+    def products(self, factors: Tensor) -> Tensor:
+        """Return Σ j Y f and Σ j Q f: (n, C, 2s)."""
+        if self.both is None:
+            return self.inputs.new_zeros(len(self.inputs), len(self.bins), 0)
+        seen = torch.einsum("ni,kci->nck", self.inputs, self.both * factors[self.bins])
+        return seen if self.basis is None else self.basis @ seen
 
 
 def _over_bins(factors: Tensor, sums: Tensor) -> Tensor:

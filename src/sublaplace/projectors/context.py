@@ -17,7 +17,7 @@ class ProjectorContext:
     """
 
     curvatures: Curvatures  # of the training data
-    subspace_jacobians: Jacobians  # J of X′
+    subspace_jacobians: Jacobians  # J of X′; of many outputs a sketch, from which `whole` leads to all rows
     dim: int  # s
     prior_precision: float  # λ
     seed: int

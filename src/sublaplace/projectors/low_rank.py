@@ -27,6 +27,9 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     memory budget, P = Ψ^½ Bᵀ U_s needs no second pass. M is not formed if X′ has more than 6,000 outputs and more than
     4·s (see `dominant_directions`).
 
+    If the Jacobians are a sketch of those of many outputs, its subspace is the start of a search with all outputs, by
+    products with vectors alone (see `refined`).
+
     Cost: one pass over X′ (two or more if B does not fit) with C backward passes per input, (nC)²·p/2 for M, O((nC)³)
     for its eigenvectors, and nC·p·s for P; memory (nC)² + p·s, and nC·p if it fits.
 
@@ -45,7 +48,8 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
         values, vectors = dominant_directions(jacobians, precision, dim, tolerance)
     else:
         values, vectors = _by_covariance(jacobians, precision, dim, tolerance)
-    return basis_of(jacobians, vectors, len(values), dim)
+    basis = basis_of(jacobians, vectors, len(values), dim)
+    return basis if jacobians.directions is None else refined(jacobians.whole(basis.dim), precision, basis)
 
 
 def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:

@@ -12,10 +12,11 @@ from sublaplace.model.likelihoods.links import (
     WITH_MATRICES,
     Covariance,
     Interval,
+    bridge,
     log_probabilities,
-    mean_softmax,
     pairwise_interval,
     probit_interval,
+    sampled_softmax,
     variances_of,
 )
 from sublaplace.model.likelihoods.roots import SoftmaxRoot
@@ -135,7 +136,9 @@ class Categorical(Likelihood):
     ) -> Tensor:
         if link not in WITH_MATRICES:
             return log_probabilities(outputs, covariance.variance, link).exp()
-        return mean_softmax(outputs, covariance.matrix, link, samples, generator)
+        if link == "mc":
+            return sampled_softmax(outputs, covariance.factor, samples, generator)
+        return bridge(outputs, covariance.variance, covariance.row_sums)
 
     def probability_interval(self, outputs: Tensor, lower: Tensor, upper: Tensor) -> Interval:
         interval = pairwise_interval if self.link == "pairwise" else probit_interval

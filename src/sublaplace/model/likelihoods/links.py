@@ -30,11 +30,19 @@ class Interval(NamedTuple):
 
 
 class Covariance:
-    """The covariances of n outputs, formed as matrices only if they are asked for."""
+    """The covariances Σ of n outputs, formed as matrices only if they are asked for.
 
-    def __init__(self, variance: Tensor, matrix: Callable[[], Tensor]) -> None:
-        self.variance = variance  # (n, C)
-        self._matrix = matrix
+    Args:
+        variance: their diagonals, (n, C).
+        matrix: gives them, (n, C, C).
+        factor: gives F with FFᵀ = Σ, (n, C, r), if there is one with r < C; None: there is none.
+    """
+
+    def __init__(
+        self, variance: Tensor, matrix: Callable[[], Tensor], factor: Callable[[], Tensor] | None = None
+    ) -> None:
+        self.variance = variance
+        self._matrix, self._factor = matrix, factor
 
     @classmethod
     def of(cls, matrix: Tensor) -> "Covariance":
@@ -47,6 +55,18 @@ class Covariance:
     def matrix(self) -> Tensor:
         """The whole matrices, (n, C, C)."""
         return self._matrix()
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """F with FFᵀ = Σ, (n, C, r): of low rank, or the symmetric root, which costs C³ per input."""
+        return symmetric_root(self.matrix) if self._factor is None else self._factor()
+
+    @cached_property
+    def row_sums(self) -> Tensor:
+        """The sums of the rows of Σ, (n, C)."""
+        if self._factor is None:
+            return self.matrix.sum(2)
+        return (self.factor @ self.factor.sum(1).unsqueeze(2)).squeeze(2)
 
     @property
     def is_formed(self) -> bool:
@@ -182,11 +202,20 @@ def _scaled_ends(outputs: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor,
 
 def monte_carlo(outputs: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
     """Return the mean of softmax over Gaussian samples. Cost: C³ per input and n·samples·C²."""
-    root = symmetric_root(covariance)
+    return sampled_softmax(outputs, symmetric_root(covariance), samples, generator)
+
+
+def sampled_softmax(outputs: Tensor, factor: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """Return the mean of softmax over samples of N(outputs, FFᵀ), for F (n, C, r). Cost: n·samples·C·r."""
     total = torch.zeros_like(outputs)
     for _ in range(samples):
-        total += (outputs + (root @ standard_normal(outputs, generator).unsqueeze(2)).squeeze(2)).softmax(1)
+        total += (outputs + normal_product(factor, generator)).softmax(1)
     return total / samples
+
+
+def normal_product(factor: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return F ε for standard normal ε and factors (n, C, r): (n, C)."""
+    return (factor @ standard_normal(factor[:, 0], generator).unsqueeze(2)).squeeze(2)
 
 
 def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -202,13 +231,19 @@ def symmetric_root(covariance: Tensor) -> Tensor:
 
 
 def laplace_bridge(outputs: Tensor, covariance: Tensor) -> Tensor:
-    """Return α / Σα with α_k = (1 − 2/C + e^{f_k} Σ_l e^{−f_l} / C²) / Σ_kk, after conditioning f to sum to zero."""
+    """Return the mean of the Laplace bridge for covariances (n, C, C), see `bridge`."""
+    return bridge(outputs, covariance.diagonal(dim1=1, dim2=2), covariance.sum(2))
+
+
+def bridge(outputs: Tensor, variance: Tensor, row_sums: Tensor) -> Tensor:
+    """Return α / Σα with α_k = (1 − 2/C + e^{f_k} Σ_l e^{−f_l} / C²) / Σ_kk, after conditioning f to sum to zero.
+
+    Only the diagonal and the row sums of Σ are needed, (n, C) each.
+    """
     C = outputs.shape[1]
-    row_sums = covariance.sum(2)
-    total = row_sums.sum(1, keepdim=True).clamp_min(torch.finfo(covariance.dtype).tiny)
+    total = row_sums.sum(1, keepdim=True).clamp_min(torch.finfo(row_sums.dtype).tiny)
     mean = outputs - row_sums * outputs.sum(1, keepdim=True) / total
-    variance = covariance.diagonal(dim1=1, dim2=2) - row_sums.square() / total
-    variance = variance.clamp_min(torch.finfo(covariance.dtype).eps)
+    variance = (variance - row_sums.square() / total).clamp_min(torch.finfo(row_sums.dtype).eps)
     # In logarithms: confident outputs overflow otherwise.
     log_ratio = mean + torch.logsumexp(-mean, 1, keepdim=True) - 2 * log(C)
     constant = torch.full_like(log_ratio, 1 - 2 / C).log()

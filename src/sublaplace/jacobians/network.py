@@ -66,6 +66,7 @@ class Network:
                 yield
             finally:
                 self._borrower = None
+                _end_captures()
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
@@ -162,6 +163,14 @@ class Network:
             name: torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten()
             for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
         }
+
+
+def _end_captures() -> None:
+    """Take recorders off torch's stack of modes, where an interrupt in torch's own code may have left one."""
+    while (depth := torch._C._len_torch_function_stack()) and isinstance(
+        torch._C._get_function_stack_at(depth - 1), Capture
+    ):
+        torch._C._pop_torch_function_stack()
 
 
 def _has_non_finite(inputs: Any) -> bool:

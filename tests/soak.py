@@ -55,7 +55,8 @@ class Soak:
         self.folder, self.random = folder, random.Random(seed)
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
-        start = time.monotonic()
+        self._fit_and_save(folder / "quiet", folder / "expected")
+        start = time.monotonic()  # of a second fit, as warm as those of forked processes
         self._fit_and_save(folder / "quiet", folder / "expected")
         self.seconds_of_a_fit = time.monotonic() - start
         self.expected = (folder / "expected").read_bytes()
@@ -271,7 +272,7 @@ class Soak:
             self._seconds = (time.monotonic() - start) / 5
         return self._seconds
 
-    def concurrent_predictions(self, threads: int = 4, each: int = 50) -> None:
+    def concurrent_predictions(self, threads: int = 4, each: int = 75) -> None:
         """Predict with two posteriors of one model in several threads."""
         before = state(self.model)
 
@@ -315,6 +316,8 @@ def main() -> int:
         soak = Soak(Path(folder), int(time.time()) if options.seed is None else options.seed)
         while time.monotonic() < deadline:
             for disturbance in (
+                soak.killed_fit,
+                soak.killed_fit,
                 soak.killed_fit,
                 soak.killed_fit,
                 soak.killed_rank,

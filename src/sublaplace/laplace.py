@@ -9,7 +9,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from sublaplace.curvature.matrix_free import FullCovariance
 from sublaplace.data.batches import input_batches, num_inputs
@@ -55,6 +54,7 @@ from sublaplace.runtime import files
 from sublaplace.runtime.checks import checked_count, checked_positive
 from sublaplace.runtime.distributed import require_same_data, shared_out
 from sublaplace.runtime.memory import require
+from sublaplace.runtime.progress import input_bar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -340,7 +340,7 @@ class SubspaceLaplace:
         linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
-        with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
+        with input_bar(total, "predictions", progress) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
                     for jacobian in linearization.chunks(linearization.to_device(inputs)):

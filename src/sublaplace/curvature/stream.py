@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import Batch, batches, join, num_inputs, select
 from sublaplace.data.loaders import one_shot
@@ -16,6 +15,7 @@ from sublaplace.jacobians.passes import Cotangents
 from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import ranks_of
+from sublaplace.runtime.progress import shown
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
@@ -145,7 +145,7 @@ class CurvatureStream:
         """
         seen = 0
         digest = Fingerprint()
-        for k, batch in enumerate(batches(tqdm(self.loader, desc=what, disable=not self.progress, leave=False))):
+        for k, batch in enumerate(batches(shown(self.loader, what, self.progress))):
             seen += num_inputs(batch.inputs)
             if self.fingerprint is not None:
                 digest.add(tuple(batch))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import Batch, num_inputs, split_batch
 from sublaplace.data.subspace_inputs import Reservoir
@@ -16,6 +15,7 @@ from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
 from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
 from sublaplace.model.residuals import Residuals
 from sublaplace.runtime.distributed import Share, placed, ranks_of
+from sublaplace.runtime.progress import shown
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def survey_of(
     total, counted, fixed, largest = 0, 0, 0.0, 0.0
     residuals: Residuals | None = None
     reservoir = None
-    for position, batch in tqdm(placed(loader), desc="survey", disable=not progress, leave=False):
+    for position, batch in shown(placed(loader), "survey", progress):
         inputs, targets, weights = split_batch(batch)
         if not num_inputs(inputs):
             continue

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
+from sublaplace.runtime.progress import input_bar
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Jacobians:
 
     def __iter__(self) -> Iterator[Jacobian]:
         total = num_inputs(self.inputs)
-        with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
+        with input_bar(total, "Jacobians", self.progress) as bar:
             for jacobian in self.linearization.chunks(self.inputs):
                 yield jacobian
                 bar.update(jacobian.num_inputs)

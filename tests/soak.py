@@ -107,8 +107,10 @@ class Soak:
             warnings.simplefilter("ignore")
             work(*arguments)
             code = 0
-        except SavedFileError:
+        except SavedFileError as error:
             code = 2
+            if arguments and "cannot be written" not in str(error):
+                print(error, flush=True)
         except RuntimeError as error:
             code = 5 if "cannot go on" in str(error) else 6
         finally:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.data.batches import Batch, batches, join, num_inputs, select
-from sublaplace.data.loaders import one_shot
+from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.passes import Cotangents
@@ -141,7 +141,7 @@ class CurvatureStream:
     def _batches(self, what: str, skip: int) -> Iterator[_Portion]:
         """Yield the batches after the first `skip`, and check the number of inputs.
 
-        A loader that yields fewer inputs the second time wraps a one-shot iterator.
+        A loader that yields no inputs the second time wraps a one-shot iterator.
         """
         seen = 0
         digest = Fingerprint()
@@ -153,7 +153,8 @@ class CurvatureStream:
                 yield self._portion(batch)
         seen = sum(ranks_of(self.loader).gather(seen))
         if self.num_data is not None and seen != self.num_data:
-            raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
+            evidence = f"It gave {self.num_data} inputs at first and {seen} when read again."
+            raise ValueError(other_data(evidence) if seen else one_shot(evidence))
         if self.fingerprint not in (None, digest.text()):
             raise ValueError(other_order("It gave other batches when it was read again."))
 

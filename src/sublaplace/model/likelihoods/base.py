@@ -54,6 +54,10 @@ class Likelihood(ABC):
 
     # To be replaced where the default does not suit -------------------------------------------------------------------
 
+    def are_probabilities(self, outputs: Tensor) -> bool:
+        """Return whether outputs (n, C) look like probabilities, though logits are expected."""
+        return False
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError where targets do not fit the outputs (n, C)."""
         if len(targets) != len(outputs):

@@ -64,6 +64,9 @@ class Categorical(Likelihood):
             columns = longest_first(columns)
         return columns.to(outputs.dtype)
 
+    def are_probabilities(self, outputs: Tensor) -> bool:
+        return bool((outputs >= 0).all() and ((outputs.sum(1) - 1).abs() < 1e-3).all())
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point() or targets.ndim != 1:
             raise ValueError(

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
+.PHONY: help venv soak coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto
+
+# Limited to a quarter of an hour; the counts of all runs are added up in results/soak.json.
+soak: $(VENV)/.stamp-test  ## kill fits and ranks, fill the disk, damage files, interrupt predictions (15 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes 15
 
 coverage: $(VENV)/.stamp-test  ## run the tests and show which lines of the package they reach
 	$(BIN)/python -m pytest -q -n auto --cov --cov-report=term:skip-covered

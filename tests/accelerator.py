@@ -141,12 +141,3 @@ def _moved_model(model):
         module._parameters.update({name: known[id(p)] for name, p in module._parameters.items() if p is not None})
         module._buffers.update({name: b.to(DEVICE) for name, b in module._buffers.items() if b is not None})
     return model
-
-
-@contextmanager
-def default_device(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)

@@ -434,7 +434,7 @@ WRONG_DATA = {
     "weights that are NaN": ("classification", [(X, Y, torch.full((8,), math.nan))], ["weights", "finite"]),
     "too few weights": ("classification", [(X, Y, torch.ones(7))], ["weights", "(8,)", "(7,)"]),
     "weights that are all zero": ("classification", [(X, Y, torch.zeros(8))], ["No training input counts"]),
-    "targets in a list": ("classification", [(X, list(range(8)))], ["pair", "(inputs, targets)"]),
+    "targets in a list": ("classification", [(X, list(range(8)))], ["list", "torch.as_tensor"]),
     "a mapping without labels": ("classification", [{"x": X, "y": Y}], ["labels", "['x', 'y']"]),
     "inputs and targets without a loader": ("classification", (X, Y), ["(inputs, targets)"]),
     "residuals of zero": ("regression", "the outputs themselves", ["residuals", "zero", "Gaussian(0.1)"]),

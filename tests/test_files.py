@@ -187,10 +187,28 @@ def test_a_checkpoint_that_cannot_be_removed_costs_no_fit(tmp_path, monkeypatch)
     def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("shutil.rmtree", denied)
+    monkeypatch.setattr(Path, "rmdir", denied)
     found, messages = fit_with_warnings(tmp_path / "checkpoint")
     assert found == expected.tolist()
     assert "cannot be removed" in messages[0]
+
+
+@pytest.mark.parametrize("deleted", range(5))
+def test_a_fit_killed_while_it_removes_its_checkpoint_can_be_repeated(deleted, tmp_path, monkeypatch):
+    expected, unlink, count = fitted()(data()[0]), Path.unlink, iter(range(100))
+
+    def interrupted(path, missing_ok=False):
+        if path.parent.name == "checkpoint" and not path.name.endswith(".tmp") and next(count) == deleted:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    model = sensitive()
+    la = SubspaceLaplace.paper(model, "classification", dim=4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", interrupted)
+        la.fit(batches(), checkpoint=tmp_path / "checkpoint")
+    assert torch.equal(la.fit(batches(), checkpoint=tmp_path / "checkpoint")(data()[0]), expected)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_the_fit(tmp_path):

@@ -9,7 +9,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from sublaplace.curvature.matrix_free import FullCovariance
 from sublaplace.data.batches import input_batches, num_inputs
@@ -54,9 +53,10 @@ from sublaplace.posteriors.certificate import Bounds, Certificate
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projectors.registry import Builder, Projector, restored_projector
 from sublaplace.runtime import files
-from sublaplace.runtime.checks import checked_count, checked_positive
+from sublaplace.runtime.checks import checked_count, checked_positive, checked_prior
 from sublaplace.runtime.distributed import require_same_data, shared_out
 from sublaplace.runtime.memory import require
+from sublaplace.runtime.progress import input_bar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -141,6 +141,8 @@ class SubspaceLaplace:
         require_cpu_for(self._options.resources.scratch_folder, model)
         self._forward: Forward = call_model if forward is None else forward
         self._labels_key = labels_key
+        if self._options.given_prior is not None:
+            checked_prior(self._options.given_prior, next(model.parameters()).dtype.itemsize)
         with claimed(model):  # another thread that has borrowed it has changed its flags for a while
             self._layout = ParameterLayout.of(model)
         self._resolved = self._options.resolved()  # with what "auto" stands for
@@ -267,7 +269,9 @@ class SubspaceLaplace:
         return self._passed(fitted, x, "matrix")
 
     @_with_model
-    def predict(self, x: Any, link: str | None = None, samples: int = 1000, progress: bool = False) -> Prediction:
+    def predict(
+        self, x: Any, link: str | None = None, samples: int | None = None, progress: bool = False
+    ) -> Prediction:
         """Return the prediction for a tensor, a batch or a loader of inputs, in chunks under the memory budget.
 
         Means and variances come from one pass. Covariances (n, C, C) are only formed if they are asked for, in another
@@ -277,12 +281,17 @@ class SubspaceLaplace:
             x: the inputs.
             link: how logits become probabilities: "pairwise" or "probit" by the outputs' variances, "mc" or "bridge" by
                 their covariances. None: that of the likelihood, which λ was tuned for.
-            samples: how many draws "mc" takes.
+            samples: how many draws "mc" takes; None: 1000.
             progress: show a bar.
         """
         _checked_link(link)
-        checked_count(samples, "samples")
-        return self._predicted(self._fitted(), x, link, samples, progress)
+        if samples is not None and link != "mc":
+            raise ValueError(f"samples={samples!r} has no effect with link={link!r}; it belongs to link='mc'.")
+        fitted = self._fitted()
+        if link is not None and not fitted.survey.likelihood.has_probabilities:
+            raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
+        count = 1000 if samples is None else checked_count(samples, "samples")
+        return self._predicted(fitted, x, link, count, progress)
 
     def _predicted(
         self, fitted: Fitted, x: Any, link: str | None, samples: int = 1000, progress: bool = False
@@ -383,7 +392,7 @@ class SubspaceLaplace:
         linearization = self._fitted().linearization
         total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
         seen = 0
-        with tqdm(total=total, desc="predictions", unit="input", disable=not progress, leave=False) as bar:
+        with input_bar(total, "predictions", progress) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
                     rows = None
@@ -629,7 +638,7 @@ class SubspaceLaplace:
     def with_prior(self, prior_precision: float) -> "SubspaceLaplace":
         """Return the same subspace under another λ, without a pass over the data (P was built at the old λ)."""
         fitted = self._fitted()
-        prior = checked_positive(prior_precision, "prior_precision")
+        prior = checked_prior(prior_precision, fitted.linearization.dtype.itemsize)
         return self._with(fitted.with_prior(prior))
 
     @_with_model

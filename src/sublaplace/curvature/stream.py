@@ -6,11 +6,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.curvature.directions import Roots, SampledRoots
 from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
-from sublaplace.data.loaders import one_shot
+from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.passes import Cotangents
@@ -18,6 +17,7 @@ from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import placed, ranks_of
+from sublaplace.runtime.progress import shown
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
@@ -175,14 +175,13 @@ class CurvatureStream:
     def _batches(self, what: str, skip: int) -> Iterator[_Portion]:
         """Yield the batches after the first `skip`, and check the number of inputs.
 
-        A loader that yields fewer inputs the second time wraps a one-shot iterator.
+        A loader that yields no inputs the second time wraps a one-shot iterator.
         """
         seen = 0
         digest = Fingerprint()
         # Only sampled directions need places, for which every rank has to count the inputs of the others.
         data = ((0, batch) for batch in self.loader) if self.samples is None else placed(self.loader)
-        bar = tqdm(data, desc=what, disable=not self.progress, leave=False)
-        for k, (place, batch) in enumerate(batches_at_places(bar)):
+        for k, (place, batch) in enumerate(batches_at_places(shown(data, what, self.progress))):
             seen += num_inputs(batch.inputs)
             if self.fingerprint is not None:
                 digest.add(tuple(batch))
@@ -190,7 +189,8 @@ class CurvatureStream:
                 yield self._portion(place, batch)
         seen = sum(ranks_of(self.loader).gather(seen))
         if self.num_data is not None and seen != self.num_data:
-            raise ValueError(one_shot(f"It gave {self.num_data} inputs at first and {seen} when read again."))
+            evidence = f"It gave {self.num_data} inputs at first and {seen} when read again."
+            raise ValueError(other_data(evidence) if seen else one_shot(evidence))
         if self.fingerprint not in (None, digest.text()):
             raise ValueError(other_order("It gave other batches when it was read again."))
 

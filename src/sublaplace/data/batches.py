@@ -55,12 +55,24 @@ def split_batch(batch: Any) -> Batch:
             )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "sample_weight")}
         return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs))
+    if isinstance(batch, tuple | list) and len(batch) in (2, 3) and _is_array(batch[1]):
+        batch = tree_map(lambda leaf: torch.as_tensor(leaf) if _is_array(leaf) else leaf, tuple(batch))
     if isinstance(batch, tuple | list) and len(batch) in (2, 3) and isinstance(batch[1], Tensor):
         return Batch(batch[0], batch[1], _checked_weights(batch[2] if len(batch) == 3 else None, batch[0]))
+    if isinstance(batch, tuple | list) and len(batch) in (2, 3):
+        raise ValueError(
+            f"The targets of a batch must be a tensor or an array, not {type(batch[1]).__name__}; convert them with "
+            "torch.as_tensor."
+        )
     raise ValueError(
         "A batch must be a pair (inputs, targets), a triple (inputs, targets, weights) or a mapping with the key "
         "'labels'. For a model with several inputs, use ((input, input, …), targets)."
     )
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array, such as those of NumPy, that is no tensor."""
+    return hasattr(value, "__array__") and not isinstance(value, Tensor)
 
 
 def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:

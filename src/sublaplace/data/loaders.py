@@ -80,6 +80,14 @@ def has_items(loader: Iterable[Any]) -> bool:
     return hasattr(data.dataset, "__getitem__") and isinstance(data.dataset, Sized)
 
 
+def other_data(evidence: str) -> str:
+    """Say that a loader gives other data when it is read again."""
+    return (
+        f"The data are read several times, and the loader must give the same every time. {evidence} Give a DataLoader "
+        "of a fixed data set or a list of batches."
+    )
+
+
 def shuffles(loader: Iterable[Any]) -> bool:
     """Tell whether the user's loader draws its order at random, as far as its sampler shows."""
     loader = as_given(loader)

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import batches
 from sublaplace.evaluation import Evaluation, Judged, judged_classes, judged_values
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.model.likelihoods.base import Likelihood, Noise
 from sublaplace.model.likelihoods.links import Covariance
+from sublaplace.runtime.progress import shown
 
 
 def evaluated(
@@ -25,7 +25,7 @@ def evaluated(
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with linearization.borrowed():
-        for inputs, targets, weights in batches(tqdm(loader, desc="evaluation", disable=not progress, leave=False)):
+        for inputs, targets, weights in batches(shown(loader, "evaluation", progress)):
             if weights is not None:
                 raise ValueError("evaluate counts every input once; give pairs (inputs, targets) without weights.")
             start = 0

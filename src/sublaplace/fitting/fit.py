@@ -17,7 +17,7 @@ from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.directions import Roots, SampledRoots, random_signs
 from sublaplace.curvature.kfac import trace_ratios
 from sublaplace.data.batches import Batch, num_inputs, select
-from sublaplace.data.loaders import probed
+from sublaplace.data.loaders import has_items, probed
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
@@ -82,6 +82,8 @@ def fit(
             facts["The inputs of subspace_inputs"] = fingerprint_of(probed(options.subspace_inputs.inputs))
         ranks.require_same(facts, "Give every rank the same.")
         budget = min(ranks.gather(budget or default_budget(next(model.parameters()).device)))
+    else:
+        _warn_of_augmentation(loader)
     linearization = new_linearization(options, model, forward, budget)
     run = _Run(options, loader, linearization, checkpoint, certify, validated, progress)
     with linearization.borrowed():
@@ -89,6 +91,15 @@ def fit(
     if checkpoint is not None:
         checkpoint.remove()
     return fitted
+
+
+def _warn_of_augmentation(loader: Iterable[Any]) -> None:
+    """Warn if some items of a data set are not the same when they are read twice."""
+    if has_items(loader) and fingerprint_of(probed(loader)) != fingerprint_of(probed(loader)):
+        warn(
+            "The training data differ from one reading to the next, as with random augmentation. They are read several "
+            "times, so the posterior would belong to no single data set. Switch the augmentation off for the fit."
+        )
 
 
 def new_linearization(

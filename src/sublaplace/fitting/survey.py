@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import Batch, num_inputs, split_batch
 from sublaplace.data.subspace_inputs import Reservoir
@@ -16,6 +15,8 @@ from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
 from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
 from sublaplace.model.residuals import Residuals
 from sublaplace.runtime.distributed import Share, placed, ranks_of
+from sublaplace.runtime.progress import shown
+from sublaplace.runtime.warning import warn
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def survey_of(
     """
     total, counted, fixed, largest = 0, 0, 0.0, 0.0
     residuals: Residuals | None = None
-    reservoir = None
-    for position, batch in tqdm(placed(loader), desc="survey", disable=not progress, leave=False):
+    reservoir, probabilities = None, True
+    for position, batch in shown(placed(loader), "survey", progress):
         inputs, targets, weights = split_batch(batch)
         if not num_inputs(inputs):
             continue
@@ -127,6 +128,7 @@ def survey_of(
             linearization.look_at(inputs)  # probes the network
         outputs = linearization.outputs(inputs)
         likelihood.check_targets(outputs, targets)
+        probabilities = probabilities and likelihood.are_probabilities(outputs)
         if residuals is None:
             residuals = Residuals.none(outputs.shape[1])
             reservoir = reservoir_for(outputs.shape[1])
@@ -157,6 +159,11 @@ def survey_of(
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     if reservoir is not None:
         reservoir = reservoir.joined([part[5] for part in parts if part[5] is not None])
+    if probabilities:
+        warn(
+            "The network's outputs look like probabilities: none is negative, and those of an input sum to 1. Logits "
+            "are expected, without a softmax at the end; with probabilities in their place, all predictions are wrong."
+        )
     survey = Survey(total, counted, len(residuals.count), likelihood, residuals, fixed)
     if estimate and likelihood.noise_estimate is not None:
         survey = survey.with_estimated_noise()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import batches, num_inputs, select
 from sublaplace.fitting.fitted import Fitted
@@ -22,6 +21,7 @@ from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
 from sublaplace.posteriors.sweep import sweep_of
+from sublaplace.runtime.progress import shown
 from sublaplace.runtime.warning import warn
 
 FEWEST_INPUTS = 10
@@ -174,7 +174,7 @@ def _counted_batches(
     likelihood: Likelihood, loader: Iterable[Any], progress: bool
 ) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Yield inputs, targets, and how much each input counts: (n,)."""
-    for inputs, targets, weights in batches(tqdm(loader, desc="validation", disable=not progress, leave=False)):
+    for inputs, targets, weights in batches(shown(loader, "validation", progress)):
         counts = target_weights(likelihood, targets, weights)
         once = torch.ones(len(targets), dtype=torch.float64, device=targets.device)
         yield inputs, targets, once if counts is None else counts.amax(1).double()

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
@@ -14,6 +13,7 @@ from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
+from sublaplace.runtime.progress import input_bar
 
 _UNIT_VECTORS_AT_ONCE = 16
 
@@ -188,7 +188,7 @@ class Jacobians:
 
     def __iter__(self) -> Iterator[Jacobian]:
         total = num_inputs(self.inputs)
-        with tqdm(total=total, desc="Jacobians", unit="input", disable=not self.progress, leave=False) as bar:
+        with input_bar(total, "Jacobians", self.progress) as bar:
             for jacobian in self.linearization.chunks(self.inputs, self.directions, self.wanted):
                 yield jacobian
                 bar.update(jacobian.num_inputs)

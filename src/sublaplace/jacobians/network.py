@@ -67,6 +67,7 @@ class Network:
                 yield
             finally:
                 self._borrower = None
+                _end_captures()
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
@@ -188,10 +189,18 @@ def _wrong_shape(outputs: Any, n: int) -> str:
     if not positions:
         return message + "Wrap it in a module that returns a tensor of this shape."
     return message + (
-        "These look like outputs at several positions of an input. Wrap it in a module. Three ways to go on: return the "
-        "output at one position, or a mean over them; make every position an input of its own; or, if the outputs are "
-        f"independent numbers or yes/no answers, return them and their targets flattened to ({n}, positions · C)."
+        "These look like outputs at several positions of an input. Wrap it in a module. Three ways to go on: return "
+        "the output at one position, or a mean over them; make every position an input of its own; or, if the outputs "
+        f"are independent numbers or yes/no answers, return them and their targets flattened to ({n}, positions · C)."
     )
+
+
+def _end_captures() -> None:
+    """Take recorders off torch's stack of modes, where an interrupt in torch's own code may have left one."""
+    while (depth := torch._C._len_torch_function_stack()) and isinstance(
+        torch._C._get_function_stack_at(depth - 1), Capture
+    ):
+        torch._C._pop_torch_function_stack()
 
 
 def _has_non_finite(inputs: Any) -> bool:

@@ -2,39 +2,67 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import nn
 
-_ATTEMPTS = 3  # at giving the model back, if Ctrl-C comes meanwhile
+
+@dataclass(frozen=True, eq=False)
+class _Claim:
+    """What one thread uses for a while."""
+
+    thread: int
+    keys: frozenset[int]  # ids of modules, parameters and buffers
+    ended: "SimpleQueue[None]" = field(default_factory=SimpleQueue)
+
+    def wait(self) -> None:
+        """Wait for the end; the caller asks again, since an interrupt may have swallowed the news of it."""
+        with suppress(Empty):
+            self.ended.get(timeout=0.05)
+            self.ended.put(None)  # for other threads that wait
 
 
 class _Claims:
-    """Which thread uses which modules, parameters and buffers, and how many times over."""
+    """Which thread uses which modules, parameters and buffers.
+
+    An interrupt may come between any two steps of Python code, also in that of `threading.Condition`, and would leave
+    its lock taken for good. So claims end by single operations, and these are repeated if they are interrupted.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._owners: dict[int, tuple[int, int]] = {}  # id of the object → thread, count
+        self._lock = threading.Lock()
+        self._held: dict[_Claim, None] = {}
 
     @contextmanager
     def on(self, objects: list[object]) -> Iterator[None]:
         """Wait until no other thread uses any of the objects, and keep other threads off until the end."""
-        thread, keys = threading.get_ident(), [id(each) for each in objects]
-        with self._changed:
-            self._changed.wait_for(lambda: all(self._owners.get(key, (thread, 0))[0] == thread for key in keys))
-            for key in keys:
-                self._owners[key] = thread, self._owners.get(key, (thread, 0))[1] + 1
+        claim = _Claim(threading.get_ident(), frozenset(map(id, objects)))
         try:
+            while (other := self._conflict(claim)) is not None:
+                other.wait()
             yield
         finally:
-            with self._changed:
-                for key in keys:
-                    count = self._owners.pop(key, (thread, 0))[1] - 1
-                    if count > 0:
-                        self._owners[key] = thread, count
-                self._changed.notify_all()
+            try:
+                self._end(claim)
+            finally:
+                self._end(claim)
+
+    def _conflict(self, claim: _Claim) -> _Claim | None:
+        """Return a claim of another thread that stands against this one; if there is none, this one holds."""
+        with self._lock:
+            for other in list(self._held):
+                if other.thread != claim.thread and not other.keys.isdisjoint(claim.keys):
+                    return other
+            self._held[claim] = None
+        return None
+
+    def _end(self, claim: _Claim) -> None:
+        self._held.pop(claim, None)
+        claim.ended.put(None)
 
 
 _claims = _Claims()
@@ -55,9 +83,17 @@ def claimed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch off a user's autocast and inference mode, in which sums would be rounded or gradients missing."""
-    autocast = torch.amp.is_autocast_available(device.type)
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-        yield
+    if not torch.amp.is_autocast_available(device.type):
+        with torch.inference_mode(False):
+            yield
+        return
+    before = torch.is_autocast_enabled(device.type)
+    try:
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if torch.is_autocast_enabled(device.type) != before:  # after an interrupt in torch's own code
+            torch.set_autocast_enabled(device.type, before)
 
 
 @contextmanager
@@ -73,7 +109,10 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         buffers = [(module, dict(module._buffers)) for module in model.modules()]
         values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
 
+        gradients = torch.is_grad_enabled()
+
         def restore() -> None:
+            torch._C._set_grad_enabled(gradients)  # which torch leaves as it is after an interrupt in its own code
             for module, training in modes:
                 module.training = training
             for p, flag in flags:
@@ -93,17 +132,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                 p.requires_grad_(False)
             yield
         finally:
-            _completed(restore)
-
-
-def _completed(restore: Callable[[], None]) -> None:
-    """Run a function to its end, again if it is interrupted; the interrupt is raised afterwards."""
-    interrupt: BaseException | None = None
-    for _ in range(_ATTEMPTS):
-        try:
-            restore()
-            break
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+            try:
+                restore()
+            finally:
+                restore()  # again, as the first may have been interrupted

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from tqdm import tqdm
 
 from sublaplace.data.batches import batches
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.runtime.checkpoint import Checkpoint
+from sublaplace.runtime.progress import shown
 
 
 def swag_variances(
@@ -65,7 +65,7 @@ def swag_variances(
             with torch.no_grad():
                 p.copy_(tensors[f"parameter.{name}"])
             optimizer.state[p]["momentum_buffer"] = tensors[f"momentum.{name}"]
-    for epoch in tqdm(range(epochs_done, snapshots), desc="SWAG", disable=not progress, leave=False):
+    for epoch in shown(range(epochs_done, snapshots), "SWAG", progress):
         for inputs, targets, weights in batches(loader):
             inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
             targets = targets.to(device)

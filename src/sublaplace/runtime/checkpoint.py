@@ -8,7 +8,6 @@ the same order. On a CPU, a resumed fit and an uninterrupted fit agree bit for b
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -118,9 +117,17 @@ class Checkpoint:
         return self._usable and time.monotonic() - self._last_write >= pause
 
     def remove(self) -> None:
-        """Delete the folder, after a completed fit; if that fails, a warning says so."""
+        """Delete the folder, after a completed fit; if that fails, a warning says so.
+
+        What identifies the fit goes last: a process that is killed meanwhile leaves a folder that a fit can still use.
+        """
+        about = self.folder / "about.json"
         try:
-            shutil.rmtree(self.folder)
+            for path in self.folder.iterdir():
+                if path != about:
+                    path.unlink()
+            about.unlink()
+            self.folder.rmdir()
         except OSError as error:
             warn(f"The fit is complete, but its checkpoint in {self.folder} cannot be removed ({error}); delete it.")
 

@@ -26,6 +26,20 @@ def checked_positive(number: Any, name: str) -> float:
     return value
 
 
+_SMALLEST_PRIOR = 1e-30  # of a model in float32, whose numbers end at 1e-38
+
+
+def checked_prior(number: Any, itemsize: int) -> float:
+    """Return λ, which must be large enough for the numbers of the model, of `itemsize` bytes each."""
+    value = checked_positive(number, "prior_precision")
+    if itemsize < 8 and value < _SMALLEST_PRIOR:
+        raise ValueError(
+            f"prior_precision={value:g} is too small for a model in single precision: variances up to 1/λ would leave "
+            f"the range of its numbers. Choose at least {_SMALLEST_PRIOR:g}, or convert the model to float64."
+        )
+    return value
+
+
 def checked_count(count: Any, name: str) -> int:
     """Return a positive integer."""
     if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:

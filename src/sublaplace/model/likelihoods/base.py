@@ -81,6 +81,10 @@ class Likelihood(ABC):
         flat = roots.flatten(0, 1)
         return flat.square().sum(0) if diagonal else flat.T @ flat
 
+    def are_probabilities(self, outputs: Tensor) -> bool:
+        """Return whether outputs (n, C) look like probabilities, though logits are expected."""
+        return False
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ValueError where targets do not fit the outputs (n, C)."""
         if len(targets) != len(outputs):

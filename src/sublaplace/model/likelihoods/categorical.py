@@ -94,6 +94,9 @@ class Categorical(Likelihood):
             return (weighted * (1 - probabilities)).sum(0)
         return weighted.sum(0).diag() - weighted.T @ probabilities
 
+    def are_probabilities(self, outputs: Tensor) -> bool:
+        return bool((outputs >= 0).all() and ((outputs.sum(1) - 1).abs() < 1e-3).all())
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point() or targets.ndim != 1:
             raise ValueError(

@@ -285,11 +285,13 @@ class SubspaceLaplace:
             progress: show a bar.
         """
         _checked_link(link)
+        fitted = self._fitted()
+        likelihood = fitted.survey.likelihood
+        if link is not None and not likelihood.has_probabilities:
+            raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
+        link = likelihood.default_link if link is None else link
         if samples is not None and link != "mc":
             raise ValueError(f"samples={samples!r} has no effect with link={link!r}; it belongs to link='mc'.")
-        fitted = self._fitted()
-        if link is not None and not fitted.survey.likelihood.has_probabilities:
-            raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
         count = 1000 if samples is None else checked_count(samples, "samples")
         return self._predicted(fitted, x, link, count, progress)
 

@@ -88,9 +88,9 @@ KFAC = Complement("kfac", 1.0)
 FITTED = Complement("kfac", "fitted")
 CASES = {
     "the dense GGN": ("The exact GGN", [fit(w, 1200, projector="full", complement=None) for w in (20, 28, 36)]),
-    "the GGN by its rows": ("The exact GGN", [fit(w, 300, projector="full", complement=None) for w in (60, 90, 120)]),
-    "a subspace": ("A projection", [fit(w, 200, dim=100, complement=None) for w in (100, 200, 350)]),
-    "a complement": ("A projection", [fit(w, 200, dim=100, complement=KFAC) for w in (100, 200, 350)]),
+    "the GGN by its rows": ("The exact GGN", [fit(w, 300, projector="full", complement=None) for w in (40, 60, 80)]),
+    "a subspace": ("A projection", [fit(w, 100, dim=100, complement=None) for w in (100, 160, 240)]),
+    "a complement": ("A projection", [fit(w, 100, dim=100, complement=KFAC) for w in (100, 160, 240)]),
     "a fitted weight": (
         "A projection",
         [fit(w, 200, "regression", dim=60, complement=FITTED) for w in (100, 200, 300)],
@@ -103,7 +103,7 @@ CASES = {
         ],
     ),
     "draws": ("A set of", [after_fit(w, lambda la: la.sample(200)) for w in (100, 150, 250)]),
-    "solving": ("Solving", [after_fit(w, lambda la: la.full_covariance(torch.ones(8, 20))) for w in (60, 90, 120)]),
+    "solving": ("Solving", [after_fit(w, lambda la: la.full_covariance(torch.ones(8, 20))) for w in (40, 60, 80)]),
 }
 
 

@@ -52,6 +52,27 @@ def test_random_augmentation_is_noticed(shuffle):
         paper(model).fit(DataLoader(Augmented(inputs, targets, 0.0), batch_size=4, shuffle=shuffle))
 
 
+class Keyed(Dataset):
+    """Items by name, which a sampler of the user's own knows."""
+
+    def __init__(self, inputs, targets):
+        self.items = {f"item {k}": pair for k, pair in enumerate(zip(inputs, targets, strict=True))}
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, key):
+        return self.items[key]
+
+
+@pytest.mark.parametrize("sampler", ["sampler", "batch_sampler"])
+def test_data_sets_with_keys_of_their_own_are_not_read_by_number(sampler):
+    model, inputs, targets = problem()
+    keyed = Keyed(inputs, targets)
+    order = {"sampler": list(keyed.items), "batch_sampler": [list(keyed.items)]}[sampler]
+    paper(model).fit(DataLoader(keyed, **{sampler: order}))
+
+
 def test_arrays_are_batches_as_well():
     model, inputs, targets = problem()
     expected = paper(model).fit(loader(inputs, targets)).functional_variance(inputs)

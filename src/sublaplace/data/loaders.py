@@ -5,13 +5,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 
 def checked_loader(loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
@@ -61,7 +64,7 @@ def probed(loader: Any) -> Any:
         return data
     if isinstance(data, DataLoader) and has_items(data):
         items = [data.dataset[index] for index in _spread(len(data.dataset))]  # type: ignore[arg-type]
-        return [data.collate_fn(item if data.batch_sampler is None else [item]) for item in items]
+        return [data.collate_fn([item]) for item in items]
     if isinstance(data, list | tuple):
         return [data[index] for index in _spread(len(data))]
     return next(iter(data), None)
@@ -72,10 +75,15 @@ def _spread(count: int) -> list[int]:
     return sorted({count * k // _PROBED for k in range(_PROBED)} | {count - 1}) if count else []
 
 
+_INTEGER_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
 def has_items(loader: Iterable[Any]) -> bool:
-    """Tell whether a loader's data set can be read item by item."""
+    """Tell whether a loader's data set can be read item by item, at 0 … n − 1; a user's own sampler may have keys."""
     data = as_given(loader)
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return False
+    if type(data.batch_sampler) is not BatchSampler or not isinstance(data.batch_sampler.sampler, _INTEGER_SAMPLERS):
         return False
     return hasattr(data.dataset, "__getitem__") and isinstance(data.dataset, Sized)
 

@@ -76,8 +76,8 @@ def write_report(table: CalibrationTable, folder: Path) -> None:
 _KIND_TEXT = {
     "report": "These sets were named before any result was seen, and no default was chosen on their results. Two "
     "exceptions: the features of spambase, without its labels, served as one of thirteen regression problems while the "
-    "defaults for regression were chosen; and the pairwise link was found on CIFAR10's test pictures with the ResNet20, "
-    "so that CIFAR10 is not unseen. The classification sets had been scored once with the probit link before.",
+    "defaults for regression were chosen; and the pairwise link was found on CIFAR10's test pictures with the "
+    "ResNet20, so CIFAR10 is not unseen. The classification sets had been scored once with the probit link before.",
     "development": "Defaults were chosen on these sets, so they flatter sublaplace.",
 }
 

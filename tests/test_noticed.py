@@ -129,6 +129,8 @@ def test_options_of_a_prediction_without_effect_are_refused():
     regression = paper(model, "regression").fit([(inputs, inputs[:, :2].sin())])
     with pytest.raises(ValueError, match="link='mc' has no effect"):
         regression.predict(inputs, link="mc")
+    with pytest.raises(ValueError, match="link='probit' has no effect"):
+        regression(inputs, link="probit")
 
 
 def test_small_data_sets_and_plain_fits_stay_silent():

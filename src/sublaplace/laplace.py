@@ -262,10 +262,10 @@ class SubspaceLaplace:
             x: a tensor, a batch or a loader of inputs.
             link: how logits become probabilities, see `predict`.
         """
-        _checked_link(link)
         fitted = self._fitted()
+        used = _used_link(fitted.survey.likelihood, link)
         if fitted.survey.likelihood.has_probabilities:
-            return self._predicted(fitted, x, link).probabilities
+            return self._predicted(fitted, x, used).probabilities
         return self._passed(fitted, x, "matrix")
 
     @_with_model
@@ -284,21 +284,14 @@ class SubspaceLaplace:
             samples: how many draws "mc" takes; None: 1000.
             progress: show a bar.
         """
-        _checked_link(link)
         fitted = self._fitted()
-        likelihood = fitted.survey.likelihood
-        if link is not None and not likelihood.has_probabilities:
-            raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
-        link = likelihood.default_link if link is None else link
-        if samples is not None and link != "mc":
-            raise ValueError(f"samples={samples!r} has no effect with link={link!r}; it belongs to link='mc'.")
+        used = _used_link(fitted.survey.likelihood, link)
+        if samples is not None and used != "mc":
+            raise ValueError(f"samples={samples!r} has no effect with link={used!r}; it belongs to link='mc'.")
         count = 1000 if samples is None else checked_count(samples, "samples")
-        return self._predicted(fitted, x, link, count, progress)
+        return self._predicted(fitted, x, used, count, progress)
 
-    def _predicted(
-        self, fitted: Fitted, x: Any, link: str | None, samples: int = 1000, progress: bool = False
-    ) -> Prediction:
-        link = fitted.survey.likelihood.default_link if link is None else link
+    def _predicted(self, fitted: Fitted, x: Any, link: str, samples: int = 1000, progress: bool = False) -> Prediction:
         C, subspace = fitted.survey.num_outputs, fitted.posterior.subspace
         low_rank = subspace is not None and subspace is fitted.posterior and subspace.dim < C
         sampled = link in WITH_MATRICES
@@ -957,9 +950,15 @@ def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
     return chosen.long()
 
 
-def _checked_link(link: str | None) -> None:
-    if link is not None and link not in LINKS:
+def _used_link(likelihood: Likelihood, link: str | None) -> str:
+    """Return the link of a prediction: the one asked for, or that of the likelihood."""
+    if link is None:
+        return likelihood.default_link
+    if link not in LINKS:
         raise unknown(link)
+    if not likelihood.has_probabilities:
+        raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
+    return link
 
 
 def _asks_for_dim(options: Options) -> bool:

@@ -1,13 +1,13 @@
 """The weight of the complement from subsamples of the data: against dense posteriors in float64, and its rules."""
 
 import itertools
-from math import log2, pi
+from math import log2
 from types import SimpleNamespace
 
 import pytest
 import scipy.optimize
 import torch
-from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians
+from dense_reference import dense_ggn, dense_jacobian, dense_outputs, pairwise_probabilities, softmax_hessians
 from networks import make
 from test_complement import dense_complemented
 from test_laplace import labels, loader
@@ -62,7 +62,7 @@ class Setting:
             rows = J[i * C : (i + 1) * C]
             one, other = (rows @ psi @ rows.T for psi in (exact, approximation))
             if self.kind == "classification":
-                p, q = ((f / (1 + pi / 8 * each.diagonal()).sqrt()).log_softmax(0) for each in (one, other))
+                p, q = (pairwise_probabilities(f[None], each.diagonal()[None])[0].log() for each in (one, other))
                 total += float((p.exp() * (p - q)).sum())
             else:
                 noise = NOISE**2 * torch.eye(C).double()

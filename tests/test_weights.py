@@ -695,7 +695,7 @@ def test_validation_and_swag_leave_ignored_labels_out():
 
 def test_ignoring_a_label_that_does_not_occur_changes_nothing():
     model, inputs, targets = problem(n=9)
-    plain = SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, targets))
+    plain = SubspaceLaplace.paper(model, Categorical(), dim=4).fit(loader(inputs, targets))
     ignoring = SubspaceLaplace.paper(model, Categorical(-100), dim=4).fit(loader(inputs, targets))
     assert close(ignoring(inputs), plain(inputs), 1e-12)
     assert num_inputs(inputs) == 9 and "N=9" in repr(ignoring)

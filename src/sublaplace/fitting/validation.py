@@ -74,13 +74,13 @@ class ValidationData:
             -(u + 1) * u * (u - 2) / 2,
             (u + 1) * u * (u - 1) / 6,
         ]
-        around, factors = (
-            self.covariances[low - 1 : low + 3],
-            torch.tensor(cubic, dtype=torch.float64, device=logs.device),
-        )
+        around = self.covariances[low - 1 : low + 3]
         if around.ndim == 3:
+            factors = torch.tensor(cubic, dtype=torch.float64, device=around.device)
             return torch.tensordot(factors, around.clamp_min(torch.finfo(torch.float64).tiny).log(), 1).exp()
-        return torch.tensordot(factors * self.taus[low - 1 : low + 3].sqrt(), around, 1) / exp(log_tau / 2)
+        roots = [exp((float(logs[low + k]) - log_tau) / 2) for k in (-1, 0, 1, 2)]  # √τ over that of the result
+        scaled = [factor * root for factor, root in zip(cubic, roots, strict=True)]
+        return torch.tensordot(torch.tensor(scaled, dtype=torch.float64, device=around.device), around, 1)
 
     def loss(self, log_tau: float) -> float:
         """Return the mean negative log predictive density at the given σ."""

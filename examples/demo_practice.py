@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from demo_tasks import Data, Task, in_batches
 
-from sublaplace import SubspaceLaplace
+from sublaplace import Categorical, SubspaceLaplace
 
 HELD_OUT = 0.1
 """The share of the training data that the last method keeps from its network, to tune λ (and σ)."""
@@ -30,7 +30,8 @@ class Choice:
 def practice(task: Task) -> list[Choice]:
     """Fit and score `PRACTICE` on one task. All of them use the same labelled data."""
     kind, test = task.likelihood.name, in_batches(task.test)
-    paper = SubspaceLaplace.paper(task.model, task.likelihood, prior_precision="evidence")
+    likelihood = Categorical(link="probit") if task.likelihood.has_probabilities else task.likelihood
+    paper = SubspaceLaplace.paper(task.model, likelihood, prior_precision="evidence")
     default = SubspaceLaplace(task.model, kind)
     train, held_out = parted(task.train)
     validated = SubspaceLaplace(task.network_for(train), kind)

@@ -9,7 +9,8 @@ from test_complement import NOISE, PRIOR, Problem, close, dense_complemented, de
 
 from sublaplace import Complement, Gaussian, SubspaceLaplace
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
-from sublaplace.posteriors import sweep
+from sublaplace.model import linalg
+from sublaplace.posteriors import binned_sweep, sweep
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 
@@ -63,10 +64,10 @@ def assert_same(found, expected, tolerance):
 
 
 def one_bin_for_every_eigenvalue(monkeypatch):
-    monkeypatch.setattr(sweep, "BINS_PER_DECADE", 100)  # 1,201 bins, more than there are parameters
+    monkeypatch.setattr(binned_sweep, "BINS_PER_DECADE", 100)  # 1,201 bins, more than there are parameters
     used = itertools.count()
     monkeypatch.setattr(
-        sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])
+        binned_sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])
     )
 
 
@@ -94,7 +95,7 @@ def test_a_basis_that_is_not_orthonormal_is_swept_exactly():
     problem = problem_of("mlp", "classification")
     posterior = problem.fit()._state.posterior
     mix = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values, turn = sweep._diagonalised(mix.T @ posterior.curvature @ mix, mix.T @ posterior.gram @ mix)
+    values, turn = linalg.diagonalised(mix.T @ posterior.curvature @ mix, mix.T @ posterior.gram @ mix)
     for tau in (0.01, 3.0):
         expected = mix @ torch.linalg.solve(mix.T @ (posterior.curvature + tau * posterior.gram) @ mix, mix.T)
         assert close(mix @ turn @ (1 / (values + tau)).diag() @ turn.T @ mix.T, expected, 1e-9)
@@ -150,7 +151,7 @@ def test_a_complement_is_exact_where_every_eigenvalue_has_its_own_bin(name, subs
     variances = expected.diagonal(dim1=2, dim2=3)
     # So few eigenvalues as here do not average out what rounding them to bins does; twice the bins halve it.
     for bins, most in ((5, 0.1), (10, 0.03)):
-        monkeypatch.setattr(sweep, "BINS_PER_DECADE", bins)
+        monkeypatch.setattr(binned_sweep, "BINS_PER_DECADE", bins)
         rough = swept(la, problem.new, whole=False)
         assert ((rough - variances).abs() <= most * variances).all()
         assert_same(swept(la, problem.new), expected, most)

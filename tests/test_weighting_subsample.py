@@ -15,7 +15,7 @@ from test_laplace import labels, loader
 from sublaplace import Categorical, Complement, Gaussian, Jacobians, Resources, SubspaceLaplace
 from sublaplace.data.batches import Batch, select
 from sublaplace.fitting import steps
-from sublaplace.posteriors import sweep, weighting
+from sublaplace.posteriors import binned_sweep, weighting
 
 PRIOR, NOISE = 0.3, 0.4
 KINDS = ["classification", "regression"]
@@ -103,10 +103,10 @@ def best_log_weight(setting, la, ggn, K):
 @pytest.fixture
 def own_bins(monkeypatch):
     """Every eigenvalue of KFAC in a bin of its own, so that nothing is rounded."""
-    monkeypatch.setattr(sweep, "BINS_PER_DECADE", 100)
+    monkeypatch.setattr(binned_sweep, "BINS_PER_DECADE", 100)
     used = itertools.count()
     monkeypatch.setattr(
-        sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])
+        binned_sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])
     )
 
 

@@ -185,3 +185,12 @@ def diagonal_blocks(joint: Tensor, count: int) -> Tensor:
     """Return the diagonal blocks (n, C, C) of a joint covariance (nC, nC) over n = `count` inputs."""
     size = len(joint) // count
     return joint.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def diagonalised(S: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return γ (s,) and T (s, s) with Tᵀ S T = diag γ and Tᵀ gram T = I."""
+    root = cholesky(gram, "The Gram matrix of P")
+    half = torch.linalg.solve_triangular(root, S, upper=False)
+    whole = torch.linalg.solve_triangular(root, half.T, upper=False)
+    values, vectors = torch.linalg.eigh((whole + whole.T) / 2)
+    return values.clamp_min(0), torch.linalg.solve_triangular(root.T, vectors, upper=True)

@@ -19,6 +19,7 @@ LAYERS = [
     "projectors",
     "posteriors",
     "options",
+    "arguments",
     "metrics",
     "evaluation",
     "fitting",

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sublaplace.arguments import checked_options, require_cpu_for
 from sublaplace.curvature.matrix_free import FullCovariance
 from sublaplace.data.batches import input_batches, num_inputs
 from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
@@ -20,8 +21,7 @@ from sublaplace.fitting.evaluating import evaluated
 from sublaplace.fitting.fit import fit, new_linearization
 from sublaplace.fitting.fitted import Fitted, Stage
 from sublaplace.fitting.report import summary_text
-from sublaplace.fitting.saving import model_fingerprint, posterior_from, require_same_model
-from sublaplace.fitting.survey import Survey
+from sublaplace.fitting.saving import arguments_from, complete, fitted_from, stored
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
 from sublaplace.fitting.validation import check_first_batch
 from sublaplace.former_names import refuse_arguments, refuse_member
@@ -31,27 +31,18 @@ from sublaplace.jacobians.network import Forward
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.borrowing import claimed, full_precision
 from sublaplace.model.calling import call_model
-from sublaplace.model.fingerprint import Fingerprint, described_modules
-from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from
+from sublaplace.model.fingerprint import Fingerprint
+from sublaplace.model.likelihoods.base import Likelihood, Noise
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
 from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
 from sublaplace.model.linalg import diagonal_blocks
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.model.prediction import Prediction
-from sublaplace.options import (
-    Captured,
-    Complement,
-    Options,
-    Resources,
-    checked_options,
-    option_from,
-    plain_numbers,
-    require_cpu_for,
-)
+from sublaplace.options import Captured, Complement, Resources
 from sublaplace.posteriors.certificate import Bounds, Certificate
 from sublaplace.posteriors.subspace import SubspacePosterior
-from sublaplace.projectors.registry import Builder, Projector, restored_projector
+from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime import files
 from sublaplace.runtime.checks import checked_count, checked_positive, checked_prior
 from sublaplace.runtime.distributed import require_same_data, shared_out
@@ -776,31 +767,7 @@ class SubspaceLaplace:
     @_with_model
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted posterior to one safetensors file with a checksum; the model is only fingerprinted."""
-        fitted, options = self._fitted(), self._resolved
-        tensors, numbers = fitted.posterior.stored()
-        description = {
-            "posterior": numbers,
-            "certificate": None,
-            "model": model_fingerprint(self.model),
-            "modules": described_modules(self.model),
-            "survey": fitted.survey.numbers(),
-            "likelihood": options.likelihood.numbers(),  # as given: whether σ is to be estimated
-            "projector": None if options.projector is None else options.projector.label,
-            "dim": plain_numbers(options.dim) if _asks_for_dim(options) else None,
-            "complement": plain_numbers(options.complement),
-            "seed": options.seed,
-            "direction_tolerance": options.resources.direction_tolerance,
-            "curvature_samples": options.resources.curvature_samples,
-            "prior_precision": options.prior_precision,
-            "prior_structure": options.prior_structure,
-            "chosen_by": fitted.chosen_by,
-            "dim_note": fitted.dim_note,
-            "units": fitted.units,
-        }
-        if fitted.certificate is not None:
-            products, description["certificate"] = fitted.certificate.stored()
-            tensors = tensors | products
-        files.write(path, tensors, description)
+        files.write(path, *stored(self._fitted(), self._resolved, self.model))
 
     @classmethod
     def load(
@@ -825,50 +792,14 @@ class SubspaceLaplace:
             SavedFileError: for a file that is not ours, altered or from another model. No code is executed.
         """
         with claimed(model):
-            return cls._loaded(path, model, forward, labels_key, memory_budget)
-
-    @classmethod
-    def _loaded(
-        cls,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        forward: Forward | None,
-        labels_key: str,
-        memory_budget: int | None,
-    ) -> "SubspaceLaplace":
-        layout = ParameterLayout.of(model)
-        tensors, found = files.read(path, next(model.parameters()).device)
-        try:
-            require_same_model(found["model"], found["modules"], model)
-            survey = Survey.from_numbers(found["survey"])
-            la = cls(
-                model,
-                likelihood_from(found["likelihood"]),
-                option_from(found["dim"]),
-                projector=restored_projector(found["projector"]),
-                complement=option_from(found["complement"]),
-                prior_precision=found["prior_precision"],
-                prior_structure=found["prior_structure"],
-                seed=found["seed"],
-                forward=forward,
-                labels_key=labels_key,
-                resources=Resources(
-                    memory_budget,
-                    direction_tolerance=found["direction_tolerance"],
-                    curvature_samples=found["curvature_samples"],
-                ),
-            )
-            linearization = la._new_linearization(found["units"])
-            posterior = posterior_from(tensors, found["posterior"], layout, linearization.dtype)
-            certificate = None
-            if found["certificate"] is not None:
-                certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
-            about = {key: found[key] for key in ("units", "chosen_by", "dim_note")}
-        except (KeyError, TypeError) as error:
-            raise files.SavedFileError(f"{path} is not complete: {error} is missing or odd.") from error
-        la._state = Fitted(linearization, posterior, survey, certificate, **about)
-        la._fingerprint = Fingerprint.of(model)
-        return la
+            tensors, found = files.read(path, next(model.parameters()).device)
+            with complete(path):
+                arguments = arguments_from(found, model, memory_budget)
+                la = cls(model, **arguments, forward=forward, labels_key=labels_key)
+                linearization = la._new_linearization(found["units"])
+                la._state = fitted_from(tensors, found, linearization, ParameterLayout.of(model))
+            la._fingerprint = Fingerprint.of(model)
+            return la
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the engine, which knows the modules of this very model, and the training data."""
@@ -959,8 +890,3 @@ def _used_link(likelihood: Likelihood, link: str | None) -> str:
     if not likelihood.has_probabilities:
         raise ValueError(f"link={link!r} has no effect: a likelihood without probabilities needs no link.")
     return link
-
-
-def _asks_for_dim(options: Options) -> bool:
-    projector = options.projector
-    return projector is not None and projector.reduces and not projector.own_dim and not options.default_dim

@@ -37,9 +37,14 @@ def problem_of(name, kind):
     return problem
 
 
-def swept(la, inputs, taus=TAUS, weights=WEIGHTS, whole=True):
+def swept(la, inputs, taus=TAUS, whole=True):
     (jacobian,) = la._state.linearization.chunks(inputs)
-    return sweep.sweep_of(la._state.posterior)(jacobian, taus, weights, whole)
+    return sweep.prior_sweep(la._state.posterior)(jacobian, taus, whole)
+
+
+def swept_weights(la, inputs, whole=True):
+    (jacobian,) = la._state.linearization.chunks(inputs)
+    return sweep.weight_sweep(la._state.posterior)(jacobian, WEIGHTS, whole)
 
 
 def blocks(joint, n):
@@ -127,14 +132,22 @@ def dense_kfac(problem, kind, tau, weight):
     return torch.linalg.inv(weight * curvature + tau * problem.unit * identity(problem))
 
 
-def dense_points(problem, P, kind="kfac"):
+def dense_points(problem, P, points, kind="kfac"):
     found = []
-    for tau, weight in zip(TAUS.tolist(), WEIGHTS.tolist(), strict=True):
+    for tau, weight in points:
         psi = dense_kfac(problem, kind, tau, weight)
         if P is not None:
             psi = dense_complemented(problem, P, psi, tau * problem.unit)
         found.append(expected_of(problem, psi))
     return torch.stack(found)
+
+
+def along_prior(weight):
+    return [(tau, weight) for tau in TAUS.tolist()]
+
+
+def along_weight(problem):
+    return [(PRIOR / problem.unit, weight) for weight in WEIGHTS.tolist()]
 
 
 CASES = [(name, True) for name in NAMES] + [("paper-cnn", False), ("embedding", False)]
@@ -147,7 +160,8 @@ def test_a_complement_is_exact_where_every_eigenvalue_has_its_own_bin(name, subs
     options = {"dim": 3} if subspace else {"projector": None, "dim": None}
     la = problem.fit(complement=WEIGHTED, **options)
     assert isinstance(la._state.posterior, ComplementedPosterior) is subspace
-    expected = dense_points(problem, la.projection_matrix() if subspace else None)
+    P = la.projection_matrix() if subspace else None
+    expected = dense_points(problem, P, along_prior(WEIGHTED.weight))
     variances = expected.diagonal(dim1=2, dim2=3)
     # So few eigenvalues as here do not average out what rounding them to bins does; twice the bins halve it.
     for bins, most in ((5, 0.1), (10, 0.03)):
@@ -158,6 +172,9 @@ def test_a_complement_is_exact_where_every_eigenvalue_has_its_own_bin(name, subs
     one_bin_for_every_eigenvalue(monkeypatch)
     assert_same(swept(la, problem.new), expected, 1e-8)
     assert_same(swept(la, problem.new, whole=False), variances, 1e-8)
+    weighted = dense_points(problem, P, along_weight(problem))
+    assert_same(swept_weights(la, problem.new), weighted, 1e-8)
+    assert_same(swept_weights(la, problem.new, whole=False), weighted.diagonal(dim1=2, dim2=3), 1e-8)
 
 
 @pytest.mark.parametrize("options", [{"dim": 8}, {"projector": None}])
@@ -178,7 +195,7 @@ def test_on_a_network_of_ordinary_size_bins_change_variances_by_less_than_three_
     la.fit([(inputs, targets)])
     unit = la.noise_std**-2
     expected = torch.stack([unit * la.with_prior(float(tau) * unit).functional_variance(new.double()) for tau in TAUS])
-    found = swept(la, new.double(), weights=torch.ones_like(TAUS), whole=False)
+    found = swept(la, new.double(), whole=False)
     assert ((found - expected).abs() <= 0.03 * expected).all()
 
 
@@ -188,8 +205,9 @@ def test_a_diagonal_complement_is_swept_as_well(subspace, monkeypatch):
     options = {"dim": 3} if subspace else {"projector": None, "dim": None}
     la = problem.fit(complement=Complement("diagonal", weight=0.5), **options)
     one_bin_for_every_eigenvalue(monkeypatch)
-    expected = dense_points(problem, la.projection_matrix() if subspace else None, "diagonal")
-    assert_same(swept(la, problem.new), expected, 1e-8)
+    P = la.projection_matrix() if subspace else None
+    assert_same(swept(la, problem.new), dense_points(problem, P, along_prior(0.5), "diagonal"), 1e-8)
+    assert_same(swept_weights(la, problem.new), dense_points(problem, P, along_weight(problem), "diagonal"), 1e-8)
 
 
 @pytest.mark.parametrize("projector", ["subset-magnitude", "lowrank-ggn"])
@@ -197,7 +215,8 @@ def test_other_projectors_and_leading_dimensions_are_swept(projector, monkeypatc
     problem = problem_of("mlp", "regression")
     la = problem.fit(projector=projector, dim=6, complement=WEIGHTED).truncated(2)
     one_bin_for_every_eigenvalue(monkeypatch)
-    assert_same(swept(la, problem.new), dense_points(problem, la.projection_matrix()), 1e-8)
+    expected = dense_points(problem, la.projection_matrix(), along_prior(WEIGHTED.weight))
+    assert_same(swept(la, problem.new), expected, 1e-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,11 +225,11 @@ def test_it_does_not_depend_on_the_prior_and_the_noise_of_the_posterior(options,
     problem = problem_of("mlp", kind)
     la = problem.fit(**options)
     other = la.with_prior(30.0)
-    points = torch.tensor([0.1, 2.0], dtype=torch.float64), torch.tensor([3.0, 0.5], dtype=torch.float64)
-    assert_same(swept(other, problem.new, *points), swept(la, problem.new, *points), 1e-9)
+    points = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    assert_same(swept(other, problem.new, points), swept(la, problem.new, points), 1e-9)
     if kind == "regression":
         scaled = la._with(la._state.with_noise_factor(3.0))
-        assert_same(swept(scaled, problem.new, *points), swept(la, problem.new, *points), 1e-9)
+        assert_same(swept(scaled, problem.new, points), swept(la, problem.new, points), 1e-9)
 
 
 @pytest.mark.parametrize("options", [{}, {"complement": WEIGHTED}, {"projector": "full", "dim": None}])
@@ -219,7 +238,7 @@ def test_at_its_own_prior_it_is_what_the_posterior_predicts(options, monkeypatch
     la = problem.fit(**options)
     one_bin_for_every_eigenvalue(monkeypatch)
     own = torch.tensor([PRIOR / problem.unit], dtype=torch.float64)
-    found = swept(la, problem.new, own, torch.tensor([3.0], dtype=torch.float64))[0] / problem.unit
+    found = swept(la, problem.new, own)[0] / problem.unit
     assert close(found, la.functional_covariance(problem.new), 1e-8)
 
 

@@ -20,7 +20,7 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
-from sublaplace.posteriors.sweep import sweep_of
+from sublaplace.posteriors.sweep import prior_sweep
 from sublaplace.runtime.progress import shown
 from sublaplace.runtime.warning import warn
 
@@ -127,9 +127,8 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     taus = torch.logspace(
         start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64, device="cpu"
     )
-    weights = torch.ones_like(taus) * (1.0 if fitted.posterior.outside is None else fitted.posterior.outside.weight)
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
-    sweep = sweep_of(fitted.posterior)
+    sweep = prior_sweep(fitted.posterior)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     with linearization.borrowed():
         for inputs, targets, counts in _counted_batches(likelihood, loader, progress):
@@ -140,7 +139,7 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
                 first = part.stop
                 found = targets[part].to(linearization.device)
                 likelihood.check_targets(jacobian.outputs, found)
-                covariances = sweep(jacobian, taus, weights, whole)
+                covariances = sweep(jacobian, taus, whole)
                 parts.append((jacobian.outputs, found, counts[part].to(linearization.device), covariances))
                 del jacobian  # or it would stand in memory beside the next one
     if not parts or not any(float(part[2].sum()) for part in parts):

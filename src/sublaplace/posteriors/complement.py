@@ -128,12 +128,12 @@ class ComplementedPosterior:
             result[name] = whole.sub_(self.projection.part(name), alpha=prior)
         return result
 
-    def product_and_basis(self, name: str, unit: float) -> Tensor:
-        """Return Y / unit and Q of one parameter below each other, as rows in Ψ_K's eigenbasis: (2s, size)."""
+    def product_and_basis(self, name: str, unit: float) -> tuple[Tensor, Tensor]:
+        """Return Y / unit and Q of one parameter, as rows in Ψ_K's eigenbasis: (s, size) each."""
         part, prior = self.outside.parts[name], self.prior_precision
         Q = part.rotate(self.projection.part(name))
         Y = (self.mixed[name] * (part.eigenvalues() + prior).sqrt()).sub_(Q, alpha=prior).div_(unit)
-        return torch.cat([Y, Q])
+        return Y, Q
 
     def truncated(self, dim: int) -> "ComplementedPosterior":
         """Return the posterior that is exact in the leading `dim` dimensions and KFAC in all others."""

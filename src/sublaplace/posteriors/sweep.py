@@ -24,7 +24,7 @@ from sublaplace.projection import Projection
 
 
 class Sweep(Protocol):
-    """V at several points (τ, w)."""
+    """V at several points τ, or at several weights w of what stands outside."""
 
     @property
     def numbers_per_row(self) -> int:
@@ -33,13 +33,20 @@ class Sweep(Protocol):
     def wanted(self, whole: bool) -> Wanted:
         """Return what the sweep asks of a Jacobian, for variances or whole matrices."""
 
-    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
-        """Return V at L points τ (L,) and w (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
+    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
+        """Return V at L points (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
 
 
-def sweep_of(posterior: Posterior) -> Sweep:
-    """Return the sweep of a posterior. Memory: for a complement twice P beside it; for the full posterior p²."""
+def prior_sweep(posterior: Posterior) -> Sweep:
+    """Return the sweep of a posterior along τ. Memory: for a complement that of P; for the full posterior p²."""
     return _SWEEPS[type(posterior)](posterior)
+
+
+def weight_sweep(posterior: ComplementedPosterior | BlockPrecision) -> Sweep:
+    """Return the sweep along the weight of what stands outside, at the posterior's own τ. Memory: that of P."""
+    if isinstance(posterior, ComplementedPosterior):
+        return ComplementSweep.of_complement(posterior, along_prior=False)
+    return ComplementSweep.of_blocks(posterior, along_prior=False)
 
 
 def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float]) -> Tensor:
@@ -47,11 +54,10 @@ def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[f
 
     Cost: one prediction of the inputs, and little more.
     """
-    sweep, outside = sweep_of(posterior), posterior.outside
+    sweep = prior_sweep(posterior)
     taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu")
-    weights = torch.full_like(taus, 1.0 if outside is None else outside.weight)
     wanted = replace(inputs, wanted=sweep.wanted(whole=False))
-    return torch.cat([sweep(jacobian, taus, weights, whole=False) for jacobian in wanted], dim=1)
+    return torch.cat([sweep(jacobian, taus, whole=False) for jacobian in wanted], dim=1)
 
 
 def _weighted_products(rows: Tensor, factors: Tensor, whole: bool) -> Tensor:
@@ -83,14 +89,14 @@ class SubspaceSweep:
     def wanted(self, whole: bool) -> Wanted:
         return Wanted(self.projection.dim, names=self.projection.support)
 
-    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
-        return _weighted_products(rows, 1 / (self.values + taus[:, None]), whole)
+        return _weighted_products(rows, 1 / (self.values + points[:, None]), whole)
 
 
 @dataclass(frozen=True)
 class LastLayerSweep:
-    """V(τ, w) of the last layer's Kronecker factors, point by point. Cost: C·(I + C) per input and point."""
+    """V(τ) of the last layer's Kronecker factors, point by point. Cost: C·(I + C) per input and point."""
 
     posterior: BlockPrecision
 
@@ -101,13 +107,10 @@ class LastLayerSweep:
     def wanted(self, whole: bool) -> Wanted:
         return self.posterior.wanted
 
-    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
         unscaled = self.posterior.scaled(1 / self.posterior.scale)
-        points = [
-            unscaled.reweighted(weight).with_prior(tau)
-            for tau, weight in zip(taus.tolist(), weights.tolist(), strict=True)
-        ]
-        found = (point.covariance(jacobian) if whole else point.variance(jacobian) for point in points)
+        posteriors = map(unscaled.with_prior, points.tolist())
+        found = (each.covariance(jacobian) if whole else each.variance(jacobian) for each in posteriors)
         return torch.stack([each.double() for each in found])
 
 
@@ -139,18 +142,20 @@ class ExactSweep:
     def wanted(self, whole: bool) -> Wanted:
         return ROWS
 
-    def __call__(self, jacobian: Jacobian, taus: Tensor, weights: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
         dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
         rows = dense @ self.vectors
-        seen = _weighted_products(rows, 1 / (self.values + taus[:, None]) - 1 / taus[:, None], whole)
+        seen = _weighted_products(rows, 1 / (self.values + points[:, None]) - 1 / points[:, None], whole)
         all_rows = dense @ dense.transpose(1, 2) if whole else dense.square().sum(2)
-        return seen + all_rows / taus.view(-1, *([1] * all_rows.ndim))
+        return seen + all_rows / points.view(-1, *([1] * all_rows.ndim))
 
 
 _SWEEPS: dict[type, Callable[[Any], Sweep]] = {
     SubspacePosterior: SubspaceSweep.of,
-    ComplementedPosterior: ComplementSweep.of_complement,
-    BlockPrecision: lambda blocks: ComplementSweep.of_blocks(blocks) if blocks.covers_all else LastLayerSweep(blocks),
+    ComplementedPosterior: lambda posterior: ComplementSweep.of_complement(posterior, along_prior=True),
+    BlockPrecision: lambda blocks: (
+        ComplementSweep.of_blocks(blocks, along_prior=True) if blocks.covers_all else LastLayerSweep(blocks)
+    ),
     DensePrecision: ExactSweep.of_dense,
     DualPrecision: ExactSweep.of_dual,
 }

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from experiments.calibration.cifar_resnet import CifarResNet
+from experiments.calibration.text_network import adapted_classifier
 
 WIDTH = 100
 
@@ -34,7 +35,12 @@ def cnn(num_outputs: int = 10, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(1568, num_outputs))
 
 
-BUILDERS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "cnn": cnn, "resnet20": CifarResNet}
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "resnet20": CifarResNet,
+    "text": adapted_classifier,
+}
 
 
 def described(network: nn.Module, builder: str, **sizes: Any) -> nn.Module:

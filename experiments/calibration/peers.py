@@ -38,7 +38,8 @@ def interpreter() -> Path:
 
 def can_run(problem: Problem, name: str) -> bool:
     """Tell whether the peer can build the network, and is not asked for Jacobians of a large one."""
-    small = sum(parameter.numel() for parameter in problem.network.parameters()) <= ALL_WEIGHTS_LIMIT
+    learned = (parameter for parameter in problem.network.parameters() if parameter.requires_grad)
+    small = sum(parameter.numel() for parameter in learned) <= ALL_WEIGHTS_LIMIT
     return description(problem.network) is not None and (small or "all" not in name)
 
 

@@ -1,8 +1,7 @@
 """Film reviews with a small transformer: a base that is trained from scratch, and LoRA adapters on top of it."""
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.calibration.networks import described
 from experiments.calibration.problem import Examples, Problem
 from experiments.calibration.splits import MOST_TEST_INPUTS, MOST_TRAINING_INPUTS, joined
 from experiments.calibration.text_files import SOURCE, rated_snippets, words_of
+from experiments.calibration.text_network import (
+    LENGTH,
+    PADDING,
+    RANK,
+    WIDTH,
+    TextClassifier,
+    base_classifier,
+    with_adapters,
+)
 from experiments.calibration.trained import CACHE, ENSEMBLE_SIZE
 from experiments.calibration.training import (
     NetworkRecipe,
@@ -22,13 +31,10 @@ from experiments.calibration.training import (
     train_classifier,
 )
 
-PADDING, UNKNOWN, MASK, START = range(4)
+UNKNOWN, MASK, START = 1, 2, 3  # after PADDING
 UNLABELLED = -100
-LENGTH = 40  # tokens; 95 % of the snippets have no more
 LEAST_COUNT = 2  # a rarer word is unknown
 MASKED_SHARE = 0.15
-WIDTH = 64
-RANK = 8
 BASE = NetworkRecipe(epochs=8, learning_rate=2e-3, weight_decay=1e-2, warm=0.1)
 ADAPTERS = NetworkRecipe(epochs=10, learning_rate=3e-3, weight_decay=1e-4)
 NOTE = (
@@ -36,32 +42,8 @@ NOTE = (
     "from scratch on the texts that are neither test nor validation data. It learns to fill in masked words, and the "
     "classes of those texts that are not training data of the adapters either. It is then frozen. LoRA adapters of "
     f"rank {RANK} and a new linear head are trained on {MOST_TRAINING_INPUTS:,} labelled texts, and the posterior is "
-    "over them alone. The ensemble shares the base. Dropout is BERT's own, at rate 0.1. laplace-torch was not run: its "
-    "environment has neither transformers nor peft."
+    "over them alone. The ensemble shares the base. Dropout is BERT's own, at rate 0.1."
 )
-
-
-class TextClassifier(nn.Module):
-    """A classifier of token numbers (n, length): a BERT, the mean over the tokens without padding, a linear head."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-        self.head = nn.Linear(WIDTH, 2)
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Return what the body makes of each token (n, length, width)."""
-        found: Tensor = self.body(input_ids=tokens, attention_mask=(tokens != PADDING).long()).last_hidden_state
-        return found
-
-    def classes(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits (n, 2) from what the body made of the tokens."""
-        present = (tokens != PADDING)[:, :, None].to(hidden.dtype)
-        logits: Tensor = self.head((hidden * present).sum(1) / present.sum(1))
-        return logits
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.classes(self.hidden(tokens), tokens)
 
 
 def text_problems(splits: Sequence[int], folder: Path = CACHE) -> dict[int, list[Problem]]:
@@ -99,7 +81,7 @@ def text_problem(
     read.targets[: len(fit_rows)] = UNLABELLED
     base = kept_network(
         folder / f"{name}-{split}-base.safetensors",
-        lambda: _classifier(len(numbers) + 4),
+        lambda: base_classifier(len(numbers) + 4),
         lambda network: train_base(network, read, split, BASE),
         split,
         described_recipe(BASE, len(numbers), len(read), WIDTH, LENGTH, MASKED_SHARE),
@@ -109,7 +91,7 @@ def text_problem(
         seed = 100 * split + member
         return kept_network(
             folder / f"{name}-{split}-{which}.safetensors",
-            lambda: _with_adapters(base),
+            lambda: described(with_adapters(base), "text", num_tokens=len(numbers) + 4),
             lambda network: train_classifier(network, learned, seed, ADAPTERS),
             seed,
             described_recipe(ADAPTERS, described_recipe(BASE), len(numbers), len(learned), RANK),
@@ -173,28 +155,3 @@ def train_base(network: nn.Module, examples: Examples, seed: int, recipe: Networ
             loss.backward()
             optimizer.step()
             step += 1
-
-
-def _classifier(num_tokens: int) -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    settings: dict[str, Any] = {
-        "vocab_size": num_tokens,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 4 * WIDTH,
-        "max_position_embeddings": LENGTH,
-        "pad_token_id": PADDING,
-        "attn_implementation": "eager",
-    }
-    return TextClassifier(BertModel(BertConfig(**settings), add_pooling_layer=False))
-
-
-def _with_adapters(base: nn.Module) -> nn.Module:
-    """Build a classifier on a copy of the base. Adapters and head are new, and only they require grad."""
-    from peft import LoraConfig, get_peft_model
-
-    assert isinstance(base, TextClassifier)
-    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"])
-    return TextClassifier(cast(Callable[..., nn.Module], get_peft_model)(copy.deepcopy(base.body), adapters))

@@ -19,7 +19,7 @@ from test_laplace import loader, sized
 from test_prior import same_basis, squared_norm, stationary_prior
 from torch.distributions import MultivariateNormal, Normal
 
-from sublaplace import Basis, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace
+from sublaplace import Basis, Complement, DensePrecision, DualPrecision, Gaussian, Subset, SubspaceLaplace
 from sublaplace.curvature.diagonal import diagonal_ggn
 from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.kfac import kronecker_ggn
@@ -247,10 +247,37 @@ def test_the_full_posterior_refuses_other_noises_and_stays_as_it_is(n, form):
     before = la.predict(inputs).total
     with pytest.raises(ValueError, match=r"cannot be changed after the fit: fit again with it, or use a subspace"):
         la.log_marginal_likelihood(noise_std=torch.tensor([0.5, 0.6]))
-    with pytest.raises(ValueError, match=r"cannot be changed after the fit"):
-        la.optimize_prior_precision(tune_noise=True)
     assert la.noise_std == STDS[:2] and la.prior_precision == PRIOR
     assert torch.equal(la.predict(inputs).total, before)
+
+
+@pytest.mark.parametrize("options", [{"complement": "kfac", "dim": 6}, {"complement": None, "projector": "full"}])
+def test_where_outputs_share_their_curvature_the_evidence_tunes_a_common_factor(options):
+    model, inputs, targets = problem(n=40)
+    given = stds_of(model, inputs)
+
+    def at(prior, factor):
+        scaled = Gaussian(tuple(factor * std for std in given))
+        again = SubspaceLaplace(model, scaled, prior_precision=prior, **options)
+        return again.fit(loader(inputs, targets, 10))
+
+    if options["complement"]:  # a fitted weight would differ between the fits
+        options = options | {"complement": Complement("kfac", weight=1.0)}
+    la = at(PRIOR, 1.0)
+    tuned = la.tuned("evidence", noise=True)
+    factor = tuned.noise_std[0] / given[0]
+    assert tuned.noise_std == pytest.approx([factor * std for std in given])
+    assert abs(factor - 1) > 0.1
+    assert "common factor" in tuned.summary()
+    # With a complement P depends on λ and σ; the evidence of the posterior at hand does not need it again.
+    if options["complement"] is None:
+        best = float(at(tuned.prior_precision, factor).log_marginal_likelihood())
+        for prior, c in ((1.1, 1.0), (0.9, 1.0), (1.0, 1.1), (1.0, 0.9)):
+            assert float(at(prior * tuned.prior_precision, c * factor).log_marginal_likelihood()) < best
+    evidence = float(tuned.log_marginal_likelihood())
+    for prior, c in ((1.2, 1.0), (0.8, 1.0), (1.0, 1.1), (1.0, 0.9), (1.1, 1.1)):
+        other = la._with(la._state.with_noise_factor(c * factor)).with_prior(prior * tuned.prior_precision)
+        assert float(other.log_marginal_likelihood()) < evidence
 
 
 def test_the_log_predictive_is_that_of_a_gaussian_with_both_uncertainties():

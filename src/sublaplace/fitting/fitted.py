@@ -36,6 +36,11 @@ class Fitted:
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
     dim_note: str = ""  # why s is smaller than the dimension asked for, for people
 
+    @property
+    def has_curvature_per_output(self) -> bool:
+        """Whether several σ can be changed one by one: in a subspace, with nothing outside."""
+        return self.posterior.subspace is not None and self.posterior.outside is None
+
     def with_prior(self, prior_precision: float) -> "Fitted":
         """Return it under another λ."""
         certificate = None if self.certificate is None else self.certificate.with_prior(prior_precision)

@@ -72,14 +72,20 @@ def layer_of(name: str) -> str:
 
 
 def tuned_by_evidence(fitted: Fitted, noise: bool = False) -> Fitted:
-    """Return the posterior with the λ of the largest evidence, with `noise` over λ and σ together; P is kept."""
+    """Return the posterior with the λ of the largest evidence, with `noise` over λ and σ together; P is kept.
+
+    Several σ are tuned one by one where each has a curvature of its own, as in a subspace, else by a common factor.
+    """
     survey, linearization = fitted.survey, fitted.linearization
     if noise and not survey.likelihood.has_noise:
         raise ValueError(f"A likelihood of kind '{survey.likelihood.name}' has no noise σ to tune.")
     evidence = evidence_of(fitted.posterior, survey, linearization.squared_norm())
     if not noise:
         return replace(fitted.with_prior(evidence.best_prior(survey.noise_std)), chosen_by="its evidence")
-    fitted.require_noise_like(len(survey.likelihood.curvature_scales))
+    if isinstance(survey.noise_std, tuple) and not fitted.has_curvature_per_output:
+        prior, factor = evidence.best_prior_and_factor(survey.noise_std)
+        scaled = fitted.with_noise_factor(factor).with_prior(prior)
+        return replace(scaled, chosen_by="its evidence, with a common factor of all σ")
     prior, std = evidence.best_prior_and_noise(survey.noise_std)
     return replace(fitted.with_noise(std).with_prior(prior), chosen_by="its evidence, with σ")
 

@@ -1,7 +1,7 @@
 r"""The evidence of the Laplace approximation, and the prior precision and noise that maximise it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
 
@@ -76,6 +76,33 @@ class Evidence:
             if all(abs(now - then) < 1e-8 * now for now, then in zip([prior, *stds], before, strict=True)):
                 break
         return prior, _noise_like(noise_std, stds)
+
+    def best_prior_and_factor(self, noise_std: Noise, rounds: int = 100) -> tuple[float, float]:
+        """Return the λ and the common factor c of all σ that maximise the evidence: each in turn, until none moves.
+
+        Curvature times c⁻² under λ has the Occam term of the curvature under λc².
+        """
+        noise = torch.tensor(noise_std, dtype=torch.float64, device="cpu")
+        prior, log_factor = self.best_prior(noise_std), 0.0
+
+        def value(log_c: float) -> float:
+            return float(self._with_factor(exp(log_c))(torch.tensor(prior, dtype=torch.float64, device="cpu"), noise))
+
+        for _ in range(rounds):
+            before = prior, log_factor
+            log_factor = golden_section(value, log_factor - 3, log_factor + 3)
+            prior = self._with_factor(exp(log_factor)).best_prior(noise_std)
+            if abs(prior - before[0]) < 1e-8 * prior and abs(log_factor - before[1]) < 1e-8:
+                break
+        return prior, exp(log_factor)
+
+    def _with_factor(self, c: float) -> "Evidence":
+        """Return the evidence at c times the noise that it is asked for; its curvature is that of the noise itself."""
+        return replace(
+            self,
+            log_likelihood=lambda noise: self.log_likelihood(c * noise),
+            occam=lambda prior, scales: self.occam(c**2 * prior, scales),
+        )
 
 
 def _noise_like(noise_std: Noise, stds: list[float]) -> Noise:

@@ -174,6 +174,22 @@ def test_every_class_keeps_its_share_in_the_held_out_data():
         SubspaceLaplaceClassifier(validation_fraction=0.2).fit(inputs, np.repeat([0, 1], [99, 1]))
 
 
+def test_a_classifier_holds_out_a_tenth_of_200_inputs_or_more():
+    inputs = np.random.RandomState(0).randn(220, 2)
+    labels = (inputs[:, 0] > 0).astype(int)
+
+    def summary(count=220, classes=labels, **options):
+        found = SubspaceLaplaceClassifier(max_iter=2, random_state=0, **options).fit(inputs[:count], classes[:count])
+        return found.laplace_.summary()
+
+    assert "22 validation inputs" in summary() and "198 inputs" in summary()
+    assert "validation inputs" not in summary(validation_fraction=None)
+    assert "validation inputs" not in summary(count=190)
+    assert "validation inputs" not in summary(prior_precision=1.0)
+    lonely = np.where(np.arange(220) == 7, 2, labels)  # a class with a single member cannot be in both parts
+    assert "validation inputs" not in summary(classes=lonely)
+
+
 def test_warnings_name_the_parameter_of_the_estimator():
     inputs = np.linspace(-1, 1, 40)[:, None]
     with pytest.warns(UserWarning, match="[Vv]alidation data.*validation_fraction=0.1") as caught:
@@ -252,7 +268,7 @@ def test_pickled_estimators_predict_the_same(projector, complement, iris, diabet
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"prior_precision": "best"}, "Unknown prior_precision 'best'"),
         ({"prior_precision": "marglik"}, "Unknown prior_precision 'marglik'; pass a positive number, 'auto' or"),
-        ({"validation_fraction": 1.0}, r"must be a float in the range \(0.0, 1.0\) or None. Got 1.0 instead"),
+        ({"validation_fraction": 1.0}, r"must be a float in the range \(0.0, 1.0\), 'auto' or None. Got 1.0"),
         ({"validation_fraction": 0}, r"The 'validation_fraction' parameter of SubspaceLaplace.* Got 0 instead"),
         ({"validation_fraction": "half"}, "Got 'half' instead"),
         ({"validation_fraction": float("nan")}, "Got nan instead"),

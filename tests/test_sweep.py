@@ -1,5 +1,6 @@
 """V at many prior precisions and weights from one set of Jacobian rows: against brute force in float64."""
 
+import copy
 import itertools
 
 import pytest
@@ -253,3 +254,19 @@ def test_a_network_without_curvature_is_swept():
     ).fit([(torch.ones(4, 2).double(), torch.zeros(4, 1).double())])
     found = swept(la, torch.ones(1, 2).double())
     assert torch.equal(found, torch.zeros(len(TAUS), 1, 1, 1, dtype=torch.float64))
+
+
+def test_in_float32_it_is_right_to_its_rounding():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    generator = torch.Generator().manual_seed(0)
+    inputs, new = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (40, 5))
+    targets = model(inputs).detach() + 0.1
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        network = torch.nn.Sequential(*(copy.deepcopy(layer) for layer in model)).to(dtype)
+        la = SubspaceLaplace(network, Gaussian(0.3), 6, complement=WEIGHTED, prior_precision=1.0)
+        la.fit([(inputs.to(dtype), targets.to(dtype))])
+        found.append([swept(la, new.to(dtype), whole=whole) for whole in (True, False)])
+        found[-1] += [swept_weights(la, new.to(dtype), whole=whole) for whole in (True, False)]
+    for exact, rounded in zip(*found, strict=True):
+        assert_same(rounded, exact, 1e-3)

@@ -48,6 +48,9 @@ Floats = NDArray[np.floating[Any]]
 
 _DTYPES = (np.float64, np.float32)
 
+_AUTO_FRACTION, _FEWEST_HELD_OUT = 0.1, 20
+"""What a classifier holds out by default, and of how many inputs at least; with fewer data, none."""
+
 
 class _SubspaceLaplaceEstimator(BaseEstimator):
     """Base class of both estimators, with the training and the posterior `laplace_`."""
@@ -63,7 +66,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
             batch_size=checked_count(self.batch_size, "batch_size"),
             learning_rate=checked_positive(self.learning_rate, "learning_rate"),
         )
-        fraction = self._validation_fraction()
+        fraction = self._validation_fraction(targets, likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31))
         generator = torch.Generator().manual_seed(seed)
         held_out = None
@@ -76,7 +79,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         self._laplace(network, likelihood, 1.0, seed)
         training = train(network, likelihood, inputs, targets, given, schedule, generator)
         network.eval()
-        likelihood, prior = self._for_posterior(training, given, likelihood)
+        likelihood, prior = self._for_posterior(training, given, likelihood, held_out is not None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             laplace = self._laplace(network, likelihood, prior, seed).fit([(inputs, targets)], held_out)
@@ -88,7 +91,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         self.n_iter_ = len(training.objective)
 
     def _for_posterior(
-        self, training: Training, given: Hyperparameters, likelihood: Likelihood
+        self, training: Training, given: Hyperparameters, likelihood: Likelihood, validated: bool
     ) -> tuple[Likelihood, float | str]:
         """Return the likelihood and λ of the posterior: as trained, or what `SubspaceLaplace` is to choose.
 
@@ -98,7 +101,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         """
         if self.prior_precision != "auto":
             return training.likelihood, training.prior_precision
-        if self.validation_fraction is not None:
+        if validated:
             return likelihood if given.noise_std is None else training.likelihood, "auto"
         return training.likelihood, training.prior_precision if likelihood.has_noise else "auto"
 
@@ -125,14 +128,18 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
             return None
         return checked_positive(self.prior_precision, "prior_precision")
 
-    def _validation_fraction(self) -> float | None:
+    def _validation_fraction(self, targets: Tensor, likelihood: Likelihood) -> float | None:
+        """Return the share of the training data that is held out, or None."""
         fraction = self.validation_fraction
         if fraction is None:
             return None
+        if isinstance(fraction, str) and fraction == "auto":
+            worth_it = self.prior_precision == "auto" and not likelihood.has_noise and _can_be_split(targets)
+            return _AUTO_FRACTION if worth_it else None
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) < 1:
             raise ValueError(
                 f"The 'validation_fraction' parameter of {type(self).__name__} must be a float in the range "
-                f"(0.0, 1.0) or None. Got {fraction!r} instead."
+                f"(0.0, 1.0), 'auto' or None. Got {fraction!r} instead."
             )
         if self.prior_precision != "auto":
             raise ValueError(
@@ -169,6 +176,13 @@ def _warn_again(caught: list[warnings.WarningMessage]) -> None:
             warn(message.replace("fit(train_loader, val_loader)", "validation_fraction=0.1"))
 
 
+def _can_be_split(classes: Tensor) -> bool:
+    """Return whether a tenth is enough to tune λ on, with every class in both parts."""
+    counts = classes.unique(return_counts=True)[1]
+    held_out = int(_AUTO_FRACTION * len(classes))
+    return held_out >= max(_FEWEST_HELD_OUT, len(counts)) and int(counts.min()) > 1
+
+
 def _split(targets: Tensor, fraction: float, likelihood: Likelihood, seed: int) -> tuple[Tensor, Tensor]:
     """Return the positions to train on and those held out; for classification, each class has its share in both."""
     classes = None if likelihood.has_noise else targets.numpy()
@@ -198,7 +212,7 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         batch_size: inputs per step.
         max_iter: passes over the data.
         validation_fraction: the share of the training data, between 0 and 1, that is held out to tune λ and σ of the
-            posterior (σ unless it is given). None: all data train the network.
+            posterior (σ unless it is given). None, or "auto": all data train the network.
         random_state: the seed of the weights, of the order of the data, of the drawn subspace inputs and of the
             held-out data.
 
@@ -224,7 +238,7 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
-        validation_fraction: float | None = None,
+        validation_fraction: float | str | None = None,
         random_state: Any = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
@@ -346,7 +360,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         batch_size: inputs per step.
         max_iter: passes over the data.
         validation_fraction: the share of the training data, between 0 and 1, that is held out, stratified by class, to
-            tune λ of the posterior. None: all data train the network.
+            tune λ of the posterior. None: all data train the network. "auto": a tenth, from 200 inputs on.
         random_state: the seed of the weights, of the order of the data, of the drawn subspace inputs and of the
             held-out data.
 
@@ -372,7 +386,7 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         learning_rate: float = 0.01,
         batch_size: int = 128,
         max_iter: int = 200,
-        validation_fraction: float | None = None,
+        validation_fraction: float | str | None = "auto",
         random_state: Any = None,
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes

@@ -143,7 +143,7 @@ class ComplementSweep:
             if total.ndim == 3:
                 total[k] += ((m @ (self.base + grams[k]) - 2 * mixed[k]) * m).sum(2)
                 continue
-            cross = m @ mixed[k].transpose(1, 2)
+            cross = m @ mixed[k].transpose(1, 2).double()
             total[k] += m @ (self.base + grams[k]) @ m.transpose(1, 2) - cross - cross.transpose(1, 2)
         return total
 

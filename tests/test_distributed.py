@@ -17,7 +17,7 @@ from networks import make
 from test_laplace import labels
 from torch import distributed as group
 from torch import multiprocessing
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from sublaplace import Complement, Drawn, Gaussian, SubspaceLaplace
 from sublaplace.runtime.distributed import Ranks, Share
@@ -320,6 +320,38 @@ def other_lengths_of_iterables(model, inputs, targets):
     return SubspaceLaplace.paper(model, "classification", dim=4), Unsized()
 
 
+def with_another_value(inputs):
+    """The inputs with one number that differs on rank 1, between the items that are compared in every data set."""
+    changed = inputs.clone()
+    changed[4, 0] += of_rank(0.0, 1e-9)
+    assert 4 not in COMPARED
+    return changed
+
+
+def other_value_in_memory(model, inputs, targets):
+    return SubspaceLaplace.paper(model, "classification", dim=4), data_of(with_another_value(inputs), targets)
+
+
+def other_value_of_a_part(model, inputs, targets):
+    part = Subset(TensorDataset(with_another_value(inputs), targets), range(COUNT - 1))
+    return SubspaceLaplace.paper(model, "classification", dim=4), DataLoader(part, batch_size=2)
+
+
+def other_value_in_a_list(model, inputs, targets):
+    batches = list(zip(with_another_value(inputs).split(2), targets.split(2), strict=True))
+    return SubspaceLaplace.paper(model, "classification", dim=4), batches
+
+
+def other_value_of_an_iterable(model, inputs, targets):
+    _, batches = other_value_in_a_list(model, inputs, targets)
+
+    class Unsized:
+        def __iter__(self):
+            return iter(batches)
+
+    return SubspaceLaplace.paper(model, "classification", dim=4), Unsized()
+
+
 def other_weights(model, inputs, targets):
     weights = torch.full((COUNT,), of_rank(1.0, 2.0))
     data = DataLoader(TensorDataset(inputs, targets, weights), batch_size=2)
@@ -350,6 +382,10 @@ DISAGREEMENTS = [
     (other_halves, "training data"),
     (other_counts, "training data"),
     (other_lengths_of_iterables, "number of inputs"),
+    (other_value_in_memory, "training data"),
+    (other_value_of_a_part, "training data"),
+    (other_value_in_a_list, "training data"),
+    (other_value_of_an_iterable, "training data"),
     (other_weights, "training data"),
     (other_prior, "settings"),
     (other_dim, "settings"),

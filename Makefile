@@ -49,7 +49,7 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 
 # Limited to a quarter of an hour; the counts of all runs are added up in results/soak.json.
 soak: $(VENV)/.stamp-test  ## kill fits and ranks, fill the disk, damage files, interrupt predictions (15 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes 15
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python tests/soak.py --minutes 15
 
 coverage: $(VENV)/.stamp-test  ## run the tests and show which lines of the package they reach
 	$(BIN)/python -m pytest -q -n auto --cov --cov-report=term:skip-covered

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -82,6 +83,55 @@ class _Constants(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# Recurrent cells are fused on every device but the CPU, whose tensors have no such kernel: here they are.
+
+
+def _lstm_cell(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None):
+    gates = sum(part for part in (input_gates, hidden_gates, input_bias, hidden_bias) if part is not None)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
+    i, f, g, o = workspace.chunk(4, 1)
+    by_cell = torch.zeros_like(cy) if grad_cy is None else grad_cy
+    by_output = torch.zeros_like(cy)
+    if grad_hy is not None:
+        by_cell = by_cell + grad_hy * o * (1 - cy.tanh() ** 2)
+        by_output = grad_hy * cy.tanh() * o * (1 - o)
+    parts = by_cell * g * i * (1 - i), by_cell * cx * f * (1 - f), by_cell * i * (1 - g**2), by_output
+    gates = torch.cat(parts, 1)
+    return gates, by_cell * f, gates.sum(0) if has_bias else gates.new_empty(0)
+
+
+def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
+    left = input_gates if input_bias is None else input_gates + input_bias
+    right = hidden_gates if hidden_bias is None else hidden_gates + hidden_bias
+    (ir, iz, i), (hr, hz, h) = left.chunk(3, 1), right.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    n = (i + r * h).tanh()
+    return n + z * (hx - n), torch.cat([r, z, n, hx, h], 1)
+
+
+def _gru_cell_backward(grad_hy, workspace, has_bias):
+    r, z, n, hx, h = workspace.chunk(5, 1)
+    by_new = grad_hy * (1 - z) * (1 - n**2)
+    by_reset, by_update = by_new * h * r * (1 - r), grad_hy * (hx - n) * z * (1 - z)
+    left, right = torch.cat([by_reset, by_update, by_new], 1), torch.cat([by_reset, by_update, by_new * r], 1)
+    biases = (left.sum(0), right.sum(0)) if has_bias else (left.new_empty(0), left.new_empty(0))
+    return left, right, grad_hy * z, *biases
+
+
+_FUSED = {
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+}
+
+
 @contextmanager
 def accelerator():
     """Within it, tensors can be created on, and moved to, the accelerator."""
@@ -105,10 +155,13 @@ def dispatched(func, args, kwargs):
     if kwargs.get("generator") is not None and wraps:
         raise RuntimeError(f"Expected a generator for {DEVICE}, but {func} found one for the CPU.")
     plain_args, plain_kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, Pretended) else leaf, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
+    result = _FUSED.get(func, func)(*plain_args, **plain_kwargs)
     if inside and asked is not None and not wraps:
         # A copy to the CPU that needs no conversion would be the held tensor itself.
         return tree_map(lambda leaf: leaf.clone() if leaf is inside[0].held else leaf, result)
+    if inside and torch.Tag.inplace_view in func.tags:  # such as transpose_: the wrapper takes the new shape as well
+        with no_dispatch():
+            func(*args, **kwargs)
     written = _written(func, args, kwargs)
     if written is not None:
         return written

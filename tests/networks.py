@@ -56,7 +56,7 @@ class EmbeddingNet(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         return self.head(x.tanh().mean(1))
 
 

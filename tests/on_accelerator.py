@@ -126,8 +126,7 @@ def test_every_likelihood_runs_on_an_accelerator(name):
     compared("mlp", LIKELIHOODS[name], result, dim=4, **options)
 
 
-# Recurrent layers have a fused kernel of their own on accelerators; "embedding" creates positions on the CPU itself.
-@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"lstm", "gru", "embedding"}))
+@pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_every_network_runs_on_an_accelerator(name):
     compared(name, "classification", predicted, dim=4, complement=None, prior_precision=0.7)
 

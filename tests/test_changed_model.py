@@ -1,6 +1,7 @@
 """After a fit, a model that is no longer the fitted one is refused; equal parameters in other tensors are found."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -151,6 +152,164 @@ def test_an_activation_exchanged_between_save_and_load_is_refused(tmp_path):
     model[1] = nn.Sigmoid()
     with pytest.raises(SavedFileError, match=r"module '1' was .*Tanh\(\) when saved and is .*Sigmoid\(\) now"):
         SubspaceLaplace.load(tmp_path / "posterior", model)
+
+
+# Attributes, functions and hooks --------------------------------------------------------------------------------------
+
+
+class Settings(nn.Module):
+    """A network whose outputs depend on attributes of many kinds."""
+
+    factor = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.scale, self.power, self.mode, self.twice = 2.0, 1, "tanh", False
+        self.window, self.weights, self.by_name = (0, 4), [1.0, 0.5], {"a": 1.5}
+        self.vector, self.array, self.number = torch.tensor([1.0, 2.0]), np.array([1.0, 3.0]), np.float64(0.5)
+        self.act, self.rounded = functools.partial(F.elu, alpha=1.0), lambda x: x * 2
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        self.calls, self.last = self.calls + 1, x
+        h = self.helped(self.act(self.inner(x)[:, slice(*self.window)] * self.scale) ** self.power)
+        h = h.tanh() if self.mode == "tanh" else h.sin()
+        h = self.rounded(h) * self.weights[1] * self.by_name["a"] * self.vector[1] * float(self.array[1] * self.number)
+        return self.head(h + h if self.twice else h)
+
+    def helped(self, h):
+        return h * self.factor
+
+
+def with_settings():
+    torch.manual_seed(0)
+    model, inputs = Settings(), torch.randn(6, 3)
+    la = SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))
+    return la, model, inputs
+
+
+def other_sine(self, x):
+    return self.head(self.inner(x).sin())
+
+
+SETTINGS = {
+    "scale": lambda model: setattr(model, "scale", 3.0),
+    "power": lambda model: setattr(model, "power", 3),
+    "mode": lambda model: setattr(model, "mode", "sine"),
+    "twice": lambda model: setattr(model, "twice", True),
+    "window": lambda model: setattr(model, "window", (0, 4, 1)),
+    "weights": lambda model: model.weights.__setitem__(1, 0.25),
+    "by_name": lambda model: model.by_name.update(a=1.25),
+    "vector": lambda model: model.vector.add_(1),
+    "array": lambda model: model.array.__iadd__(1),
+    "number": lambda model: setattr(model, "number", np.float64(0.25)),
+    "act": lambda model: setattr(model, "act", functools.partial(F.elu, alpha=1.1)),
+    "rounded": lambda model: setattr(model, "rounded", lambda x: x * 3),
+    "forward": lambda model: setattr(model, "forward", other_sine.__get__(model)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_attribute_that_has_changed_is_named(name):
+    la, model, inputs = with_settings()
+    expected = la(inputs)
+    with untouched(model):
+        assert torch.equal(la(inputs), expected)
+    SETTINGS[name](model)
+    with pytest.raises(RuntimeError, match=rf"'?{name}'?.*changed since fit"):
+        la(inputs)
+
+
+@pytest.mark.parametrize("name", SETTINGS.keys() - {"rounded", "forward"})
+def test_an_attribute_that_has_changed_between_save_and_load_is_named(name, tmp_path):
+    la, model, inputs = with_settings()
+    la.save(tmp_path / "posterior")
+    again = SubspaceLaplace.load(tmp_path / "posterior", copy.deepcopy(model))
+    assert torch.equal(again(inputs), la(inputs))
+    SETTINGS[name](model)
+    with pytest.raises(SavedFileError, match=rf"attribute '{name}' of the model \(.* when saved, .* now\)"):
+        SubspaceLaplace.load(tmp_path / "posterior", model)
+
+
+def test_an_attribute_that_has_changed_stops_a_fit_from_going_on_with_its_checkpoint(tmp_path):
+    _, model, inputs = with_settings()
+    batches = loader(inputs, labels(model, inputs))
+    la = SubspaceLaplace.paper(model, "classification", dim=4, forward=interrupting(3))
+    with pytest.raises(KeyboardInterrupt):
+        la.fit(batches, checkpoint=tmp_path / "checkpoint")
+    model.scale = 3.0
+    with pytest.raises(SavedFileError, match="another fit: its settings of modules differs"):
+        SubspaceLaplace.paper(model, "classification", dim=4).fit(batches, checkpoint=tmp_path / "checkpoint")
+
+
+def interrupting(passes):
+    """A forward function that is interrupted after some passes."""
+    remaining = [passes]
+
+    def forward(model, x):
+        remaining[0] -= 1
+        if remaining[0] < 0:
+            raise KeyboardInterrupt
+        return model(x)
+
+    return forward
+
+
+@pytest.mark.parametrize(("name", "value"), [("forward", other_sine), ("helped", other_sine), ("factor", 3.0)])
+def test_a_method_or_attribute_of_a_class_that_was_replaced_is_noticed(name, value, monkeypatch):
+    la, model, inputs = with_settings()
+    with monkeypatch.context() as patch:
+        patch.setattr(Settings, name, value)
+        with pytest.raises(RuntimeError, match=rf"'{name}' of the class .*Settings has changed since fit"):
+            la(inputs)
+    la(inputs)
+    setattr(model, name, value.__get__(model) if callable(value) else value)
+    with pytest.raises(RuntimeError, match=rf"attribute '{name}' of the model, once of its class, has changed"):
+        la(inputs)
+
+
+def doubled(module, arguments, output=None):
+    return (2 * arguments[0],) if output is None else 2 * output
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_forward_hook_that_was_added_or_removed_is_noticed(register, tmp_path):
+    la, model, inputs = fitted()
+    la.save(tmp_path / "posterior")
+    hook = getattr(model[2], register)(doubled)
+    with pytest.raises(RuntimeError, match=r"forward hooks of the module '2' \(none at the fit, .*doubled now\)"):
+        la(inputs)
+    with pytest.raises(SavedFileError, match=r"forward hooks of the module '2' \(none when saved, .*doubled now\)"):
+        SubspaceLaplace.load(tmp_path / "posterior", model)
+    other = SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(inputs, labels(model, inputs)))
+    other(inputs)
+    hook.remove()
+    la(inputs)
+    with pytest.raises(RuntimeError, match=r"forward hooks of the module '2' \(.*doubled at the fit, none now\)"):
+        other(inputs)
+
+
+def test_what_forward_passes_change_is_no_setting_and_is_given_back(tmp_path):
+    la, model, inputs = with_settings()
+    assert (model.calls, model.last) == (0, None)
+    model(inputs)
+    with untouched(model):
+        la(inputs)
+    assert model.calls == 1
+    assert model.last is inputs
+    la.save(tmp_path / "posterior")
+    model.calls = 7
+    SubspaceLaplace.load(tmp_path / "posterior", model)(inputs)
+
+
+def test_attributes_that_no_output_depends_on_may_change():
+    la, model, inputs = fitted()
+    model.train()
+    model.note, model.device_name, model[0].cached_length = "new", "cpu", 3
+    expected = la(inputs)
+    model.device_name, model[0].cached_length = "cuda:1", 4
+    assert torch.equal(la(inputs), expected)
 
 
 # The fingerprint ------------------------------------------------------------------------------------------------------

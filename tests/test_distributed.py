@@ -1,9 +1,14 @@
 """Fits on several processes: the same posterior as on one, and no waiting for a rank that is gone."""
 
+import functools
 import os
 import signal
 import socket
+import tempfile
+import threading
 import time
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,11 +17,12 @@ from networks import make
 from test_laplace import labels
 from torch import distributed as group
 from torch import multiprocessing
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from sublaplace import Complement, Drawn, Gaussian, SubspaceLaplace
 from sublaplace.runtime.distributed import Ranks, Share
 
+PATIENCE = timedelta(seconds=60)  # of every group; a test that hangs ends then
 COUNT = 23  # inputs, in batches of 2: ranks do not get equally many
 
 
@@ -66,11 +72,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def in_group(rank, size, port, folder, work, *arguments):
+def in_group(rank, size, port, folder, timeout, work, *arguments):
     """Runs `work` as one rank and leaves its result, or its error, in a file."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group.init_process_group("gloo", rank=rank, world_size=size)
+    group.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
     group.barrier()  # or one that is done at once would be gone before a late one has found it
     try:
         result = work(*arguments)
@@ -79,12 +85,14 @@ def in_group(rank, size, port, folder, work, *arguments):
     torch.save(result, Path(folder) / f"{rank}.pt")
 
 
-def on_ranks(size, folder, work, *arguments):
+def on_ranks(size, folder, work, *arguments, timeout=PATIENCE):
     """The results of all ranks; None of one that was killed."""
+    Path(folder).mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     port = free_port()
     processes = [
-        context.Process(target=in_group, args=(rank, size, port, folder, work, *arguments)) for rank in range(size)
+        context.Process(target=in_group, args=(rank, size, port, folder, timeout, work, *arguments))
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -312,6 +320,38 @@ def other_lengths_of_iterables(model, inputs, targets):
     return SubspaceLaplace.paper(model, "classification", dim=4), Unsized()
 
 
+def with_another_value(inputs):
+    """The inputs with one number that differs on rank 1, between the items that are compared in every data set."""
+    changed = inputs.clone()
+    changed[4, 0] += of_rank(0.0, 1e-9)
+    assert 4 not in COMPARED
+    return changed
+
+
+def other_value_in_memory(model, inputs, targets):
+    return SubspaceLaplace.paper(model, "classification", dim=4), data_of(with_another_value(inputs), targets)
+
+
+def other_value_of_a_part(model, inputs, targets):
+    part = Subset(TensorDataset(with_another_value(inputs), targets), range(COUNT - 1))
+    return SubspaceLaplace.paper(model, "classification", dim=4), DataLoader(part, batch_size=2)
+
+
+def other_value_in_a_list(model, inputs, targets):
+    batches = list(zip(with_another_value(inputs).split(2), targets.split(2), strict=True))
+    return SubspaceLaplace.paper(model, "classification", dim=4), batches
+
+
+def other_value_of_an_iterable(model, inputs, targets):
+    _, batches = other_value_in_a_list(model, inputs, targets)
+
+    class Unsized:
+        def __iter__(self):
+            return iter(batches)
+
+    return SubspaceLaplace.paper(model, "classification", dim=4), Unsized()
+
+
 def other_weights(model, inputs, targets):
     weights = torch.full((COUNT,), of_rank(1.0, 2.0))
     data = DataLoader(TensorDataset(inputs, targets, weights), batch_size=2)
@@ -342,6 +382,10 @@ DISAGREEMENTS = [
     (other_halves, "training data"),
     (other_counts, "training data"),
     (other_lengths_of_iterables, "number of inputs"),
+    (other_value_in_memory, "training data"),
+    (other_value_of_a_part, "training data"),
+    (other_value_in_a_list, "training data"),
+    (other_value_of_an_iterable, "training data"),
     (other_weights, "training data"),
     (other_prior, "settings"),
     (other_dim, "settings"),
@@ -421,6 +465,104 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(size, tmp_path):
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             assert f"Rank {rank} of {size} cannot go on" in outcome[0]
+
+
+def fit_until_killed_at(collective, place, victim=1):
+    """Fit until the victim ends itself before, during or after some collective operation; others return their error."""
+    model, inputs, targets = problem("mlp")
+    together, seen = Ranks._together, 0
+
+    @contextmanager
+    def counted(ranks):
+        nonlocal seen
+        seen += 1
+        due = ranks.rank == victim and seen == collective
+        if due and place == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if due and place == "during":
+            threading.Timer(1e-4, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with together(ranks):
+            yield
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Ranks._together = counted  # in this process, which is forked
+    SubspaceLaplace(model, "classification", dim=4).fit(data_of(inputs, targets))
+    return seen
+
+
+KILLS = [(0.0, "before", 0), (0.2, "during", 1), (0.4, "after", 0), (0.6, "before", 1), (0.8, "during", 0)]
+
+
+@pytest.mark.parametrize(("share", "place", "victim"), KILLS)
+def test_a_rank_that_is_killed_at_any_collective_operation_ends_the_other(share, place, victim, tmp_path):
+    collective = 1 + int(share * collectives_of_a_fit())
+    outcomes = on_ranks(2, tmp_path, fit_until_killed_at, collective, place, victim)
+    assert outcomes[victim] is None
+    assert f"Rank {1 - victim} of 2 cannot go on" in outcomes[1 - victim]
+
+
+@functools.cache
+def collectives_of_a_fit():
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = on_ranks(2, folder, fit_until_killed_at, None, "never")
+    assert first == second >= 20
+    return first
+
+
+def summed_until_killed():
+    """Add up 256 MiB; rank 1 is killed while they are under way."""
+    ranks, sums = Ranks.current(), Plain(torch.ones(64 * 2**20))
+    ranks.gather(None)
+    if ranks.rank == 1:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    ranks.add_up(sums)
+
+
+class Plain:
+    """One tensor as the sums of a pass."""
+
+    def __init__(self, total):
+        self.total = total
+
+    def tensors(self):
+        return {"total": self.total}
+
+    def restore(self, tensors):
+        self.total = tensors["total"]
+
+
+def test_a_rank_that_is_killed_within_a_sum_ends_the_others(tmp_path):
+    outcomes = on_ranks(2, tmp_path, summed_until_killed)
+    assert outcomes[1] is None
+    assert "Rank 0 of 2 cannot go on" in outcomes[0]
+
+
+def fit_beside_a_silent_rank():
+    model, inputs, targets = problem("mlp")
+    if Ranks.current().rank == 1:
+        time.sleep(5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    SubspaceLaplace.paper(model, "classification", dim=4).fit(data_of(inputs, targets))
+
+
+def test_a_rank_that_does_not_respond_ends_the_others_after_the_timeout_of_the_group(tmp_path):
+    start = time.monotonic()
+    outcomes = on_ranks(2, tmp_path, fit_beside_a_silent_rank, timeout=timedelta(seconds=2))
+    assert "Rank 0 of 2 cannot go on" in outcomes[0]
+    assert "does not respond" in outcomes[0]
+    assert time.monotonic() - start < PATIENCE.total_seconds()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_joins_ends_the_others_after_the_timeout_of_the_group(rank, tmp_path):
+    """Within torch's own code: `init_process_group` waits for half an hour if it is given no timeout."""
+    port, alone = free_port(), multiprocessing.get_context("fork").Process
+    process = alone(target=in_group, args=(rank, 2, port, tmp_path, timedelta(seconds=2), fit_until_killed))
+    process.start()
+    process.join(PATIENCE.total_seconds())
+    assert process.exitcode == 1  # not None, of one that hangs
+    assert not list(tmp_path.iterdir())
 
 
 def fit_with(loader_of):

@@ -1,6 +1,7 @@
 """What is asked for before a large allocation is no less than what it takes: measured peaks on three sizes each."""
 
 import importlib
+import itertools
 import multiprocessing
 import pkgutil
 from pathlib import Path
@@ -74,6 +75,42 @@ def fit(width, count, likelihood="classification", **options):
     return prepare
 
 
+class Residual(nn.Module):
+    """Two convolutions beside the identity or, with another number of channels, a convolution."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        stride = 1 if before == after else 2
+        self.first, self.norm = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
+        self.second, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
+        self.beside = nn.Identity() if stride == 1 else nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x):
+        return (self.norm2(self.second(self.norm(self.first(x)).relu())) + self.beside(x)).relu()
+
+
+def resnet20():
+    torch.manual_seed(0)
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    blocks = [Residual(before, after) for before, after in itertools.pairwise(widths)]
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    ).eval()
+
+
+def fit_of_resnet20(count, **options):
+    def prepare():
+        la = SubspaceLaplace(
+            resnet20(), "classification", prior_precision=1.0, resources=Resources(memory_budget=BUDGET), **options
+        )
+        pictures = torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        la.fit([(pictures[:1], torch.zeros(1, dtype=torch.long))] * 2)  # the libraries' own memory
+        loader = list(zip(pictures.split(20), (torch.arange(count) % 10).split(20), strict=True))
+        return lambda: la.fit(loader)
+
+    return prepare
+
+
 def after_fit(width, call, **options):
     def prepare():
         la = SubspaceLaplace.paper(
@@ -95,6 +132,9 @@ CASES = {
         "A projection",
         [fit(w, 200, "regression", dim=60, complement=FITTED) for w in (100, 200, 300)],
     ),
+    "the GGN of a ResNet20": ("The exact GGN", [fit_of_resnet20(50, projector="full", complement=None)]),
+    "a subspace of a ResNet20": ("A projection", [fit_of_resnet20(16, dim=16, complement=None)]),
+    "the last layer of a ResNet20": ("A posterior", [fit_of_resnet20(40, projector="last-layer", complement=None)]),
     "a joint covariance": (
         "A joint covariance",
         [

@@ -81,7 +81,8 @@ class Curvatures:
     def _exact_bytes(self) -> int:
         """The peak memory of `exact`, with the chunks of the pass."""
         rows, p = self._sizes
-        return exact_bytes(p, rows) + self.stream.linearization.policy.peak_bytes
+        ranks = ranks_of(self.stream.loader).size
+        return exact_bytes(p, rows, ranks) + self.stream.linearization.policy.peak_bytes
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The exact GGN, for models where it fits into memory."""
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -81,8 +82,14 @@ class _Rows:
         self.parts.append(jacobian.dense_rows().double())
 
     def joined(self) -> Tensor:
-        none = torch.zeros(0, self.num_parameters, dtype=torch.float64, device=self.device)
-        return torch.cat([none, *self.parts])
+        """Return all rows; each part is freed once it is copied, so that the rows are not held twice."""
+        count = sum(map(len, self.parts))
+        joined = torch.empty(count, self.num_parameters, dtype=torch.float64, device=self.device)
+        for start in accumulate([0, *map(len, self.parts[:-1])]) if self.parts else ():
+            part = self.parts.pop(0)
+            joined[start : start + len(part)] = part
+        self.parts.append(joined)
+        return joined
 
     def tensors(self) -> dict[str, Tensor]:
         return {"rows": self.joined()}
@@ -109,13 +116,18 @@ def exact_ggn(stream: CurvatureStream, num_rows: int, prior_precision: float) ->
         rows = _Rows(p, device)
         stream.accumulate("exact GGN rows", rows, over_ranks=False)
         joined = ranks_of(stream.loader).joined_rows(rows.joined())
-        return DualPrecision(layout, joined, prior_precision).scaled(stream.scale)
+        return DualPrecision(layout, joined.mul_(stream.scale**0.5), prior_precision, stream.scale)
     dense = _DenseSum(layout, torch.zeros(p, p, dtype=torch.float64, device=device))
     replace(stream, num_vectors=p).accumulate("exact GGN", dense)
     return DensePrecision(layout, mirrored(dense.ggn).mul_(stream.scale), prior_precision, stream.scale)
 
 
-def exact_bytes(num_parameters: int, num_rows: int) -> int:
-    """Return the peak memory of `exact_ggn` and one Cholesky factor, in bytes."""
-    smaller = min(num_parameters, num_rows)
-    return 8 * (2 * smaller * num_parameters + 2 * smaller**2)
+def exact_bytes(num_parameters: int, num_rows: int, num_ranks: int = 1) -> int:
+    """Return the peak memory of `exact_ggn` and one Cholesky factor, in bytes, without the chunks of the pass.
+
+    Ranks that send each other their rows hold them as sent, as received and joined.
+    """
+    if num_rows < num_parameters:
+        copies = 1 if num_ranks == 1 else 4
+        return 8 * (copies * num_rows * num_parameters + 3 * num_rows**2)
+    return 8 * 4 * num_parameters**2

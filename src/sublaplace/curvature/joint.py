@@ -23,10 +23,11 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
     fifty times smaller. Rows are formed from factors for a few outputs of the map at a time. Each group of parameters
     whose blocks fit into the memory budget needs one pass over the inputs.
 
-    Cost: (nK)²·p/2, and one pass over the inputs per group; memory: the budget and (nK)².
+    Cost: (nK)²·p/2, and one pass over the inputs per group; memory: one and a half times the budget, and (nK)².
     """
     total = torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64, device=jacobians.device)
-    at_once = min(_ROWS_AT_ONCE, jacobians.memory_budget // (3 * jacobians.dtype.itemsize))  # copied twice
+    # With two copies, they take half of the budget in addition to the blocks.
+    at_once = min(_ROWS_AT_ONCE, jacobians.memory_budget // (6 * jacobians.dtype.itemsize))
     for group in _groups(parts, jacobians):
         held: dict[str, list[Block | None]] = {name: [] for name in group}
         counts: list[int] = []

@@ -35,7 +35,8 @@ from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
-from sublaplace.model.fingerprint import Fingerprint
+from sublaplace.model.attributes import as_texts, settings_of
+from sublaplace.model.fingerprint import Fingerprint, described_modules
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
@@ -122,6 +123,8 @@ def _checkpoint(
     device = next(model.parameters()).device
     identity |= {
         "model": model_fingerprint(model),
+        "modules": described_modules(model),
+        "settings of modules": as_texts(settings_of(model)),
         "certify": certify,
         "memory_budget": options.resources.memory_budget or default_budget(device),
     }

@@ -14,6 +14,7 @@ from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.survey import Survey
 from sublaplace.jacobians.linearization import Linearization
+from sublaplace.model.attributes import Settings, as_texts, changed_setting, settings_of
 from sublaplace.model.fingerprint import described_modules
 from sublaplace.model.likelihoods.base import likelihood_from
 from sublaplace.model.parameters import ParameterLayout
@@ -39,6 +40,7 @@ def stored(fitted: Fitted, options: Options, model: nn.Module) -> tuple[dict[str
         "certificate": None,
         "model": model_fingerprint(model),
         "modules": described_modules(model),
+        "settings": as_texts(settings_of(model)),
         "survey": fitted.survey.numbers(),
         "likelihood": options.likelihood.numbers(),  # as given: whether σ is to be estimated
         "projector": None if options.projector is None else options.projector.label,
@@ -61,7 +63,7 @@ def stored(fitted: Fitted, options: Options, model: nn.Module) -> tuple[dict[str
 
 def arguments_from(found: dict[str, Any], model: nn.Module, memory_budget: int | None) -> dict[str, Any]:
     """Return the arguments of `SubspaceLaplace` that a description names, for the model that it belongs to."""
-    require_same_model(found["model"], found["modules"], model)
+    require_same_model(found["model"], found["modules"], found.get("settings"), model)
     return {
         "likelihood": likelihood_from(found["likelihood"]),
         "dim": option_from(found["dim"]),
@@ -124,12 +126,15 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def require_same_model(saved: dict[str, Any], modules: dict[str, str], model: nn.Module) -> None:
+def require_same_model(
+    saved: dict[str, Any], modules: dict[str, str], settings: Settings | None, model: nn.Module
+) -> None:
     """Raise SavedFileError with what differs between the model of a file and the given one.
 
     Args:
         saved: the `model_fingerprint` of the file.
         modules: what each module was, see `described_modules`.
+        settings: what the modules held, see `settings_of`; None for files of earlier versions.
         model: the given model.
     """
     given = model_fingerprint(model)
@@ -152,6 +157,13 @@ def require_same_model(saved: dict[str, Any], modules: dict[str, str], model: nn
                 f"The posterior was saved with another model: the module '{name}' was "
                 f"{modules.get(name, 'missing')} when saved and is {now.get(name, 'missing')} now."
             )
+    if settings is None:
+        return
+    if changed := changed_setting(settings, as_texts(settings_of(model)), "when saved"):
+        raise SavedFileError(
+            f"The posterior was saved with another model: {changed[0].lower()}{changed[1:]} is not the same. Give the "
+            "model the settings that it had, or fit again."
+        )
 
 
 def _asks_for_dim(options: Options) -> bool:

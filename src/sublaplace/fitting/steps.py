@@ -99,11 +99,11 @@ def subspace_posterior(
     """Return the exact posterior in the subspace: one pass over the data, see `reduced_ggn`.
 
     Raises:
-        MemoryError: if the s × s matrices do not fit.
+        MemoryError: if the s × s matrices do not fit, with the chunks of the pass.
     """
     s = projection.dim
     require(
-        (2 + len(stream.likelihood.curvature_scales)) * 8 * s**2,
+        (2 + len(stream.likelihood.curvature_scales)) * 8 * s**2 + stream.linearization.policy.peak_bytes,
         stream.linearization.device,
         f"A posterior in {s:,} dimensions",
         "Choose a smaller dim, or a projector that needs fewer dimensions.",

@@ -145,7 +145,7 @@ def survey_of(
         total += len(outputs)
     ranks = ranks_of(loader)
     if isinstance(loader, Share):
-        loader.require_same_length()
+        loader.require_same_reading()
     parts = ranks.gather((total, counted, fixed, largest, residuals, reservoir))
     found = [part[4] for part in parts if part[4] is not None]
     if not found:

@@ -10,6 +10,8 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import nn
 
+from sublaplace.model.attributes import Attributes
+
 
 @dataclass(frozen=True, eq=False)
 class _Claim:
@@ -100,10 +102,12 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def borrowed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode with no parameter requiring grad, and restore it afterwards.
 
-    Any exit, including Ctrl-C, restores each module's mode, each parameter's requires_grad flag, and each buffer that a
-    forward pass changed. Another thread that borrows the model, or one that shares a part with it, waits until then.
+    Any exit, including Ctrl-C, restores each module's mode, each parameter's requires_grad flag, and each buffer and
+    attribute that a forward pass changed. Another thread that borrows the model, or one that shares a part with it,
+    waits until then.
     """
     with claimed(model):
+        attributes = Attributes(model)
         modes = [(module, module.training) for module in model.modules()]
         flags = [(p, p.requires_grad) for p in model.parameters()]
         buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -115,6 +119,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             torch._C._set_grad_enabled(gradients)  # which torch leaves as it is after an interrupt in its own code
             for module, training in modes:
                 module.training = training
+            attributes.restore()
             for p, flag in flags:
                 p.requires_grad_(flag)
             for module, held in buffers:

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as group
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from sublaplace.data.batches import num_inputs, split_batch
 from sublaplace.data.loaders import Chained, Renamed, as_given, probed, shuffles
-from sublaplace.runtime.checkpoint import Sums, fingerprint_of
+from sublaplace.runtime.checkpoint import Fingerprint, Sums, fingerprint_of
 
 Value = TypeVar("Value")
 
@@ -116,6 +116,7 @@ class Share:
     def __init__(self, loader: Iterable[Any], ranks: Ranks) -> None:
         self.loader, self.ranks = loader, ranks
         self._length = 0  # inputs of all ranks, as the last reading found
+        self._digest: str | None = None  # of all data, as the first reading found, where it comes across all
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for _, batch in self.placed())
@@ -145,16 +146,21 @@ class Share:
                 position += len(indices)
             self._length = position
             return
+        digest = Fingerprint()
         for k, batch in enumerate(self.loader):
+            parts = split_batch(batch)
+            if self._digest is None:
+                digest.add(tuple(parts))
             if k % self.ranks.size == self.ranks.rank:
                 yield position, batch
-            position += num_inputs(split_batch(batch).inputs)
-        self._length = position
+            position += num_inputs(parts.inputs)
+        self._length, self._digest = position, self._digest or digest.text()
 
-    def require_same_length(self) -> None:
-        """Raise ValueError on every rank if the ranks have read loaders of different lengths."""
+    def require_same_reading(self) -> None:
+        """Raise ValueError on every rank if the ranks have read different data, as far as they have seen the same."""
         remedy = "Give every rank the same loader; if each holds a share of its own, pass sharded=True."
-        self.ranks.require_same({"The number of inputs": self._length}, remedy)
+        facts = {"The number of inputs": self._length, "The digest of the training data": self._digest}
+        self.ranks.require_same(facts, remedy)
 
 
 class OwnShare(Share):
@@ -173,8 +179,8 @@ class OwnShare(Share):
         self._require_group()
         return iter(self.loader)
 
-    def require_same_length(self) -> None:
-        """Allow shares of any length."""
+    def require_same_reading(self) -> None:
+        """Allow shares of any length and content."""
 
     def require_different(self) -> None:
         """Raise ValueError on every rank if two ranks hold the same data, which would count several times."""
@@ -215,7 +221,8 @@ def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
     """Return the share of this rank, or the loader itself in a single process.
 
     A DataLoader with a DistributedSampler is recognised: its data set is shared out without the inputs that the sampler
-    repeats to give every rank equally many. All ranks call this together; a few of their data are compared.
+    repeats to give every rank equally many. All ranks call this together; their data are compared, all that are in
+    memory and a few of others.
 
     Args:
         loader: the batches of the whole data set, the same on every rank.
@@ -254,16 +261,31 @@ def shared_out(loader: Iterable[Any], sharded: bool = False) -> Iterable[Any]:
 
 
 def require_same_data(loader: Iterable[Any], subject: str, remedy: str = "Give every rank the same.") -> None:
-    """Raise ValueError on every rank of a process group if a few of their data differ; all ranks call it together."""
+    """Raise ValueError on every rank of a process group if the data of the ranks differ; all ranks call it together."""
     ranks = Ranks.current()
     if ranks.size > 1:
         ranks.require_same({subject: _summary(loader)}, remedy)
 
 
 def _summary(loader: Iterable[Any]) -> tuple[int | None, str]:
-    """Return the number of batches, where it is known, and a digest of a few of the data."""
+    """Return the number of batches, where it is known, and a digest of all data in memory, or of a few of the others.
+
+    Cost: one read of what is in memory, about a second per gigabyte.
+    """
     data = as_given(loader)
-    return len(data) if isinstance(data, Sized) else None, fingerprint_of(probed(data))
+    held = _in_memory(data)
+    return len(data) if isinstance(data, Sized) else None, fingerprint_of(probed(data) if held is None else held)
+
+
+def _in_memory(data: Any) -> Any:
+    """Return all data of a list of batches, or of a loader of a TensorDataset or a part of one; None of others."""
+    if isinstance(data, list | tuple):
+        return data
+    dataset, indices = data.dataset if isinstance(data, DataLoader) else None, []
+    while isinstance(dataset, Subset):
+        indices.append(list(dataset.indices))
+        dataset = dataset.dataset
+    return (indices, dataset.tensors) if isinstance(dataset, TensorDataset) else None
 
 
 def _distributed_sampler(loader: Iterable[Any]) -> "DistributedSampler[Any] | None":

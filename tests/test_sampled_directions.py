@@ -137,7 +137,7 @@ def fitted(**options):
 def test_many_outputs_are_sampled_by_default_and_the_summary_says_so():
     sampled, exact = fitted(), fitted(curvature_samples="all")
     assert "10 sampled per input" in sampled.summary()
-    assert "P from 4 random combinations of the outputs per input" in sampled.summary()
+    assert "P from 8 random combinations of the outputs per input" in sampled.summary()
     assert "sampled" not in exact.summary() and "combinations" not in exact.summary()
     passes = (la._state.linearization.passes for la in (sampled, exact))
     assert next(passes) < 0.7 * next(passes)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.curvature.directions import Roots, SampledRoots
+from sublaplace.curvature.directions import FeatureRoots, Roots, SampledRoots
 from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
 from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
@@ -57,6 +57,11 @@ class _Pass:
     wanted: Wanted = ROWS
     without_rows: bool = False
     sampled: bool = False
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether only sums over an input's rows are asked for, of which the order and the number do not matter."""
+        return self.row_by_row and self.sampled
 
 
 @dataclass(frozen=True)
@@ -207,8 +212,12 @@ class CurvatureStream:
         if kind.without_rows or (kind.sampled and self.samples is not None):
             return self._chunks(portion, kind)
         counts, most = self._few_counts(inputs)
-        if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
-            return self._forward(portion, kind)
+        features = self.linearization.num_features(inputs)
+        single = len(self.likelihood.curvature_scales) == 1
+        if kind.sums_rows and single and features is not None and features * len(counts) < int(counts.sum()):
+            return self._along_hessians(portion, kind, features)
+        if self.linearization.prefers_products(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
+            return self._products(portion, kind)
         # Counting the directions of every input is wasted if the first ones need all of them, or if they cost nothing.
         if self._keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
             return self._chunks(portion, kind)
@@ -228,13 +237,13 @@ class CurvatureStream:
         """Return for how many inputs the roots of the output Hessians may be formed at once."""
         return _MOST_OF_ROOTS // num_outputs**2
 
-    def _forward(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
-        """Yield Jacobians whose products with vectors come from forward mode, with all directions."""
-        step = self.linearization.forward_chunk_size(portion.inputs, kind.wanted)
+    def _products(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield Jacobians whose products with vectors come from features or forward mode, with all directions."""
+        step = self.linearization.products_chunk_size(portion.inputs, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = portion.part(start, start + step)
             roots = Roots(self.likelihood, part.weights, kind.scaled)
-            yield self.linearization.forward_jacobian(part.inputs, roots)
+            yield self.linearization.products_jacobian(part.inputs, kind.wanted, roots)
 
     def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a batch with all directions, sampled ones or none."""
@@ -249,6 +258,19 @@ class CurvatureStream:
             elif kind.sampled and self.samples is not None:
                 directions = SampledRoots(roots, self.samples, part.places, self.seed)
             yield from self._weighted(part.inputs, directions, part.weights, kind)
+
+    def _along_hessians(self, portion: _Portion, kind: _Pass, features: int) -> Iterator[Jacobian]:
+        """Yield Jacobians of one row per input whose sums are those of all directions, with at most F rows."""
+        step = self.linearization.chunk_size(portion.inputs, features, kind.row_by_row, self.num_vectors, kind.wanted)
+        for start in range(0, num_inputs(portion.inputs), step):
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            found = self.linearization.along_hessians(part.inputs, FeatureRoots(roots, self.tolerance))
+            if found is None:  # such as a last layer whose weight is frozen
+                yield from self._weighted(part.inputs, roots, part.weights, kind)
+                continue
+            for jacobian in found:
+                yield replace(jacobian, target_weights=part.weights)
 
     def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobian of a chunk, whole or row by row, with its weights."""

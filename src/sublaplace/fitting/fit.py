@@ -195,7 +195,7 @@ class _Run:
     @staticmethod
     def _described_directions(context: ProjectorContext) -> str:
         """Return which output directions were sampled, for people."""
-        samples, sketched = context.stream.samples, context.subspace_jacobians.directions
+        samples, sketched = context.stream.used_samples, context.subspace_jacobians.directions
         said = []
         if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
             said.append(f"{samples} sampled per input for the curvature of all parameters")

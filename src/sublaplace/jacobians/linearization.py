@@ -172,10 +172,13 @@ class Linearization:
             self.passes += run.num_passes
         return map(self._in_units, run.row_by_row(hessians))
 
-    def num_features(self, inputs: Any) -> int | None:
-        """Return F if the network ends in one linear layer of F features, and all parameters have a rule."""
-        plan = self._plan(inputs)
-        return None if plan.general else plan.num_features
+    def num_features(self) -> int | None:
+        """Return F if the network ends in one linear layer of F features, and all parameters have a rule.
+
+        None if there was no pass yet.
+        """
+        plan = self._current
+        return None if plan is None or plan.general else plan.num_features
 
     def _in_units(self, jacobian: Jacobian) -> Jacobian:
         return jacobian if self.units is None else jacobian.scaled(self.units)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from dense_reference import dense_jacobian
+from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians, subspace_covariance
 from torch import nn
 
-from sublaplace import Complement, Gaussian, Linearization, SubspaceLaplace
+from sublaplace import Bernoulli, Categorical, Complement, CurvatureStream, Gaussian, Linearization, SubspaceLaplace
+from sublaplace.curvature.diagonal import diagonal_ggn
+from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.wanted import Wanted
@@ -178,3 +180,63 @@ def test_tuning_with_a_complement_agrees_with_the_posterior_that_it_gives():
 
     for factor in (0.5, 2.0):
         assert loss(tuned.prior_precision) <= loss(tuned.prior_precision * factor) + 0.01
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(ignore_index=3), Bernoulli(), Gaussian(0.3)])
+@pytest.mark.parametrize("ending", ["linear", "matmul"])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-8])
+def test_exact_curvatures_need_as_many_passes_as_features(ending, likelihood, weighted, tolerance, monkeypatch):
+    model, inputs = network(ending), inputs_of(11)
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.arange(11) % C
+    if not isinstance(likelihood, Categorical):
+        targets = torch.randint(0, 2, (11, C), generator=generator).double()
+    weights = torch.rand(11, generator=generator, dtype=torch.float64) if weighted else None
+    batch = (inputs, targets) if weights is None else (inputs, targets, weights)
+
+    def curvatures(kind):
+        linearization = Linearization(model, units={name: 0.5 + k for k, name in enumerate(names)})
+        found = kind(CurvatureStream(linearization, [batch], likelihood, tolerance), 1.0)
+        return found, linearization.passes
+
+    names = Linearization(model).layout.names
+    by_features = {kind: curvatures(kind) for kind in (kronecker_ggn, diagonal_ggn)}
+    monkeypatch.setattr(Linearization, "num_features", lambda *_: None)
+    for kind, (found, passes) in by_features.items():
+        expected, more = curvatures(kind)
+        assert passes < 11 * (F + 1) + 3 * C < more  # with the passes of probing
+        for name, part in found.parts.items():
+            other = expected.parts[name]
+            vectors = torch.randn(3, other.eigenvalues().numel(), generator=generator, dtype=torch.float64)
+            assert torch.allclose(part.matmul(vectors, 0.1), other.matmul(vectors, 0.1), rtol=1e-8, atol=1e-10)
+
+
+def test_the_exact_diagonal_by_features_is_that_of_the_dense_ggn():
+    model, inputs = network(), inputs_of(9)
+    stream = CurvatureStream(Linearization(model), [(inputs, torch.arange(9))], Categorical(), 0.0)
+    found = diagonal_ggn(stream, 1.0)
+    expected = dense_ggn(model, inputs, softmax_hessians(dense_outputs(model, inputs))).diagonal()
+    flat = torch.cat([found.parts[name].diagonal for name in stream.linearization.layout.names])
+    assert torch.allclose(flat, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_subspace_by_features_equals_brute_force(weighted):
+    model, inputs, labels = network(), inputs_of(12), torch.arange(12)
+    weights = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
+    batch = (inputs, labels, weights) if weighted else (inputs, labels)
+    la = SubspaceLaplace.paper(model, "classification", 6, 0.3).fit([batch])
+    linearization = la._state.linearization
+    assert linearization.prefers_features(inputs, C, Wanted(products=6))
+    assert not linearization.forward_passes
+    hessians = softmax_hessians(dense_outputs(model, inputs))
+    if weighted:
+        hessians = hessians * weights[:, None, None]
+    precision = dense_ggn(model, inputs, hessians) + 0.3 * torch.eye(la.num_parameters, dtype=torch.float64)
+    x = inputs_of(5, seed=4)
+    expected = subspace_covariance(dense_jacobian(model, x), la.projection_matrix(), precision)
+    assert torch.allclose(la.functional_covariance(x, joint=True), expected, rtol=1e-9, atol=1e-12)
+    before = linearization.passes
+    assert torch.allclose(la.functional_variance(x).flatten(), expected.diagonal(), rtol=1e-9, atol=1e-12)
+    assert linearization.passes - before == 5 * F

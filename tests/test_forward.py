@@ -118,7 +118,8 @@ def test_a_network_whose_forward_mode_fails_or_errs_uses_its_rows(function):
 
 
 @pytest.mark.parametrize("projector", ["lowrank-diagonal", "subset-magnitude"])
-def test_a_subspace_of_many_classes_equals_brute_force(projector):
+def test_a_subspace_of_many_classes_equals_brute_force(projector, monkeypatch):
+    monkeypatch.setattr(Linearization, "prefers_features", lambda *_: False)
     model, (inputs, labels) = many_outputs(), classes()
     loader = DataLoader(TensorDataset(inputs, labels), 7)
     la = SubspaceLaplace.paper(model, "classification", 4, 0.3, projector=projector).fit(loader)
@@ -136,6 +137,7 @@ def test_a_subspace_of_many_classes_equals_brute_force(projector):
 
 @pytest.mark.parametrize("noise", [0.7, tuple(0.5 + 0.01 * k for k in range(OUTPUTS))])
 def test_weighted_regression_with_many_outputs_equals_the_posterior_by_rows(noise, monkeypatch):
+    monkeypatch.setattr(Linearization, "prefers_features", lambda *_: False)
     model, (inputs, _) = many_outputs(), classes()
     targets, weights = torch.randn(30, OUTPUTS, dtype=torch.float64), torch.rand(30, dtype=torch.float64)
     loader = [(inputs[i : i + 9], targets[i : i + 9], weights[i : i + 9]) for i in range(0, 30, 9)]
@@ -176,6 +178,7 @@ def test_a_complement_of_many_outputs_agrees_with_that_by_rows(likelihood, struc
 
 
 def test_tuning_evaluation_and_samples_agree_with_those_by_rows(monkeypatch):
+    monkeypatch.setattr(Linearization, "prefers_features", lambda *_: False)
     model, (inputs, labels) = many_outputs(), classes()
     loader = DataLoader(TensorDataset(inputs, labels), 10)
     la = SubspaceLaplace.paper(model, "classification", 4, 0.3, projector="lowrank-isotropic").fit(loader)

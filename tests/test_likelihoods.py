@@ -11,7 +11,7 @@ from sublaplace.model.likelihoods.base import significant
 from sublaplace.model.likelihoods.bernoulli import Bernoulli
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian
-from sublaplace.model.likelihoods.links import probit
+from sublaplace.model.likelihoods.links import pairwise_log_probabilities, probit
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -211,3 +211,26 @@ def test_divergences_of_yes_and_no_are_summed_over_the_outputs():
 def test_a_predictive_does_not_diverge_from_itself(likelihood):
     outputs, covariance = logits(3, scale=30.0), covariances(6, 3, 1)
     assert likelihood.predictive_divergences(outputs, covariance, covariance).abs().max() < 1e-12
+
+
+def pairwise_class_by_class(f, v):
+    spreads = (1 + torch.pi / 8 * (v + v[:, k, None]) for k in range(f.shape[1]))
+    odds = [((f - f[:, k, None]) / spread.sqrt()).exp().sum(1) for k, spread in enumerate(spreads)]
+    found = 1 / torch.stack(odds, dim=1)
+    return found / found.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.5])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pairwise_probabilities_of_many_classes_equal_brute_force(spread, size, scale, dtype):
+    generator = torch.Generator().manual_seed(0)
+    outputs = scale * torch.randn(4, 500, generator=generator, dtype=torch.float64)
+    variance = size * (spread * torch.randn(4, 500, generator=generator, dtype=torch.float64)).exp()
+    outputs[0, 7], variance[1, 9] = 40.0, 1e4 * size  # one sure class, one of which nothing is known
+    found = pairwise_log_probabilities(outputs.to(dtype), variance.to(dtype)).exp()
+    expected = pairwise_class_by_class(outputs.to(dtype).double(), variance.to(dtype).double())
+    assert found.dtype == dtype
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-30)
+    assert pairwise_log_probabilities(outputs[:0], variance[:0]).shape == (0, 500)

@@ -18,6 +18,8 @@ class _SquaredRows:
     def add(self, jacobian: Jacobian) -> None:
         for name, block in jacobian.blocks.items():
             self.sums[name] += block.squared_sum()
+        for name, head in jacobian.curved.items():
+            self.sums[name] += head.squared_sum()
 
     def tensors(self) -> dict[str, Tensor]:
         return self.sums
@@ -31,7 +33,8 @@ def diagonal_ggn(stream: CurvatureStream, prior_precision: float) -> BlockPrecis
 
     The diagonal is exact, or right in the mean if the stream samples directions.
 
-    Cost: K backward passes and K·p multiplications per input; memory p.
+    Cost: K backward passes and K·p multiplications per input; memory p. Of K directions, min(K, F) are enough if the
+    network ends in a linear layer of F features.
     """
     layout = stream.linearization.layout
     device, dtype = stream.linearization.device, stream.linearization.dtype

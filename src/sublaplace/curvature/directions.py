@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.likelihoods.base import Likelihood, significant
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of the splitmix64 generator, as int64
 _KEYS_AT_ONCE = 2**22
@@ -58,6 +58,38 @@ class Roots:
         if not self.scaled or len(scales) == 1:
             return outputs.new_ones(())
         return torch.tensor(scales, dtype=outputs.dtype, device=outputs.device).sqrt()[:, None]
+
+
+@dataclass(frozen=True)
+class FeatureRoots:
+    """All directions, seen from fewer features φ of outputs Wφ + b: roots of Wᵀ H W have at most F rows, not C − 1.
+
+    Sums over all directions u of what depends on Wᵀu alone, as everything before the last layer does, are exact.
+
+    Args:
+        roots: all directions, with a single scale.
+        tolerance: the share of the trace that may be dropped.
+    """
+
+    roots: Roots
+    tolerance: float
+
+    def __call__(self, outputs: Tensor, weight: Tensor) -> Tensor:
+        """Return directions in the features, longest first, for W (C, F): (n, ≤ F, F). Cost: C·F² + F³ per input."""
+        n, (C, F) = len(outputs), weight.shape
+        rows = self.roots.times(outputs, weight.expand(n, C, F)).double()
+        values, vectors = torch.linalg.eigh(rows.mT @ rows)
+        found = (values.clamp_min(0).sqrt()[:, :, None] * vectors.mT).flip(1)
+        return found[:, : int(significant(found, self.tolerance).max())].to(outputs.dtype)
+
+    def hessian_sum(self, outputs: Tensor) -> Tensor:
+        """Return Σ_n H with weights: (C, C) in float64."""
+        return self.roots.likelihood.hessian_sum(outputs, self.roots.weights)
+
+    def hessian_diagonals(self, outputs: Tensor) -> Tensor:
+        """Return the diagonals of H with weights: (n, C)."""
+        found = self.roots.likelihood.root(outputs).diagonal()
+        return found if self.roots.weights is None else found * self.roots.weights.to(found)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,16 @@ from sublaplace.curvature.operators import DensePart, DiagonalPart, KroneckerPar
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock
+from sublaplace.jacobians.head import CurvedHeadBlock
 from sublaplace.jacobians.jacobian import Jacobian, require_finite_sum
 from sublaplace.runtime.memory import require
 
 DENSE_LIMIT = 1000
 """Largest size of a parameter without Kronecker factors that gets its dense block; larger ones get the diagonal."""
+
+
+Factored = OuterBlock | EmbeddingBlock | CurvedHeadBlock
+"""Blocks with Kronecker factors."""
 
 
 @dataclass
@@ -51,11 +56,13 @@ class _LayerSums:
                 )
             else:
                 self._add_dense(name, block)
+        for name, head in jacobian.curved.items():
+            self._add_kronecker(name, head, moments, jacobian)
 
     def _add_kronecker(
         self,
         name: str,
-        block: OuterBlock | EmbeddingBlock,
+        block: Factored,
         moments: dict[tuple[object, ...], Tensor],
         jacobian: Jacobian,
     ) -> None:
@@ -106,7 +113,7 @@ class _LayerSums:
                 )
 
 
-def _require_room(name: str, block: OuterBlock | EmbeddingBlock) -> None:
+def _require_room(name: str, block: Factored) -> None:
     """Raise MemoryError if the factors of a parameter, such as a large embedding, do not fit into memory."""
     groups, *sides = block.factor_sides
     require(
@@ -126,7 +133,8 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
     Kronecker factors gets its exact dense block, or its diagonal if it has more than 1,000 entries. The approximation
     is exact for a linear layer with T = 1 and a single input or constant g.
 
-    Cost: K backward passes per input, and T·I² + K·T·O² multiplications per layer and input; memory Σ (I² + O²).
+    Cost: K backward passes per input, and T·I² + K·T·O² multiplications per layer and input; memory Σ (I² + O²). If
+    the network ends in a linear layer of F features, min(K, F) directions are enough, and all of them count.
 
     Args:
         stream: the training data.

@@ -7,20 +7,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.curvature.directions import Roots, SampledRoots
+from sublaplace.curvature.directions import FeatureRoots, Roots, SampledRoots
 from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
 from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.passes import Cotangents
 from sublaplace.jacobians.wanted import ROWS, Wanted
-from sublaplace.model.likelihoods.base import Likelihood, longest_first, significant, target_weights
+from sublaplace.model.likelihoods.base import (
+    Likelihood,
+    longest_first,
+    significant,
+    significant_lengths,
+    target_weights,
+)
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import placed, ranks_of
 from sublaplace.runtime.progress import shown
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
+_COUNTED_BY_LENGTHS = 64  # outputs beyond which the directions of a few inputs are counted without forming them
 _MOST_OF_ROOTS = 2**25  # numbers in the roots of the output Hessians that are held at once, n·K·C
 
 
@@ -57,6 +64,11 @@ class _Pass:
     wanted: Wanted = ROWS
     without_rows: bool = False
     sampled: bool = False
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether only sums over an input's rows are asked for, of which the order and the number do not matter."""
+        return self.row_by_row and self.sampled
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,17 @@ class CurvatureStream:
         """The factor between VᵀV with scaled rows and the GGN: the likelihood's scale if there is only one, else 1."""
         scales = self.likelihood.curvature_scales
         return scales[0] if len(scales) == 1 else 1.0
+
+    @property
+    def used_samples(self) -> int | None:
+        """m, or None where all directions are used: they cost no more if there are only m features."""
+        enough = self._features is not None and self.samples is not None and self._features <= self.samples
+        return None if enough else self.samples
+
+    @property
+    def _features(self) -> int | None:
+        """F, if all directions of an input can be seen from F features."""
+        return self.linearization.num_features() if len(self.likelihood.curvature_scales) == 1 else None
 
     def jacobians(self, what: str) -> Iterator[Jacobian]:
         """Yield the scaled rows of all inputs that have any, in one pass over the data, for custom projectors.
@@ -204,11 +227,14 @@ class CurvatureStream:
         portion = replace(portion, inputs=self.linearization.to_device(portion.inputs))
         inputs = portion.inputs
         self.linearization.look_at(inputs)
-        if kind.without_rows or (kind.sampled and self.samples is not None):
+        if kind.without_rows or (kind.sampled and self.used_samples is not None):
             return self._chunks(portion, kind)
         counts, most = self._few_counts(inputs)
-        if self.linearization.prefers_forward(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
-            return self._forward(portion, kind)
+        features = self._features if kind.sums_rows else None
+        if features is not None and features * len(counts) < int(counts.sum()):
+            return self._along_hessians(portion, kind, features)
+        if self.linearization.prefers_products(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
+            return self._products(portion, kind)
         # Counting the directions of every input is wasted if the first ones need all of them, or if they cost nothing.
         if self._keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
             return self._chunks(portion, kind)
@@ -220,6 +246,9 @@ class CurvatureStream:
         few = outputs[: self._roots_at_once(outputs.shape[1])]
         if self._keeps_all_directions or not len(few):
             return torch.full((1,), outputs.shape[1], device="cpu"), outputs.shape[1]
+        if outputs.shape[1] > _COUNTED_BY_LENGTHS:
+            lengths = self.likelihood.root(few).squared_lengths()
+            return significant_lengths(lengths, self.tolerance), lengths.shape[1]
         roots = self.likelihood.hessian_root(few)
         return significant(roots, self.tolerance), roots.shape[1]
 
@@ -228,17 +257,18 @@ class CurvatureStream:
         """Return for how many inputs the roots of the output Hessians may be formed at once."""
         return _MOST_OF_ROOTS // num_outputs**2
 
-    def _forward(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
-        """Yield Jacobians whose products with vectors come from forward mode, with all directions."""
-        step = self.linearization.forward_chunk_size(portion.inputs, kind.wanted)
+    def _products(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
+        """Yield Jacobians whose products with vectors come from features or forward mode, with all directions."""
+        step = self.linearization.products_chunk_size(portion.inputs, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = portion.part(start, start + step)
             roots = Roots(self.likelihood, part.weights, kind.scaled)
-            yield self.linearization.forward_jacobian(part.inputs, roots)
+            yield self.linearization.products_jacobian(part.inputs, kind.wanted, roots)
 
     def _chunks(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a batch with all directions, sampled ones or none."""
-        rows = 1 if kind.without_rows else self.samples if kind.sampled else None
+        samples = self.used_samples if kind.sampled else None
+        rows = 1 if kind.without_rows else samples
         step = self.linearization.chunk_size(portion.inputs, rows, kind.row_by_row, self.num_vectors, kind.wanted)
         for start in range(0, num_inputs(portion.inputs), step):
             part = portion.part(start, start + step)
@@ -246,9 +276,22 @@ class CurvatureStream:
             directions: Cotangents = roots
             if kind.without_rows:
                 directions = _no_rows
-            elif kind.sampled and self.samples is not None:
-                directions = SampledRoots(roots, self.samples, part.places, self.seed)
+            elif samples is not None:
+                directions = SampledRoots(roots, samples, part.places, self.seed)
             yield from self._weighted(part.inputs, directions, part.weights, kind)
+
+    def _along_hessians(self, portion: _Portion, kind: _Pass, features: int) -> Iterator[Jacobian]:
+        """Yield Jacobians of one row per input whose sums are those of all directions, with at most F rows."""
+        step = self.linearization.chunk_size(portion.inputs, features, kind.row_by_row, self.num_vectors, kind.wanted)
+        for start in range(0, num_inputs(portion.inputs), step):
+            part = portion.part(start, start + step)
+            roots = Roots(self.likelihood, part.weights, kind.scaled)
+            found = self.linearization.along_hessians(part.inputs, FeatureRoots(roots, self.tolerance))
+            if found is None:  # such as a last layer whose weight is frozen
+                yield from self._weighted(part.inputs, roots, part.weights, kind)
+                continue
+            for jacobian in found:
+                yield replace(jacobian, target_weights=part.weights)
 
     def _weighted(self, inputs: Any, cotangents: Cotangents, weights: Tensor | None, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobian of a chunk, whole or row by row, with its weights."""

@@ -46,6 +46,7 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.posteriors.sweep import variances_at
 from sublaplace.posteriors.weighting import SUBSAMPLE, Weighted, fitted_weight
 from sublaplace.projectors.context import ProjectorContext
+from sublaplace.projectors.subspace_iteration import widened
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import default_budget, peak_bytes
@@ -53,7 +54,7 @@ from sublaplace.runtime.warning import warn
 
 _TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
 
-SKETCHED_ROWS = 4
+SKETCHED_ROWS = 8
 """Fewest random combinations of the outputs per input of X′ from which the search for P starts, for many outputs."""
 
 
@@ -197,7 +198,7 @@ class _Run:
     @staticmethod
     def _described_directions(context: ProjectorContext) -> str:
         """Return which output directions were sampled, for people."""
-        samples, sketched = context.stream.samples, context.subspace_jacobians.directions
+        samples, sketched = context.stream.used_samples, context.subspace_jacobians.directions
         said = []
         if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
             said.append(f"{samples} sampled per input for the curvature of all parameters")
@@ -333,7 +334,7 @@ class _Run:
         if inputs is None or exact or options.resources.samples(num_outputs) is None:
             return jacobians
         n = num_inputs(inputs)
-        rows = max(SKETCHED_ROWS, ceil(2 * options.largest_dim / n))
+        rows = max(SKETCHED_ROWS, ceil(2 * widened(options.largest_dim) / n))
         if 2 * rows >= num_outputs:
             return jacobians
         signs = random_signs(options.seed, torch.arange(n, device="cpu"), rows, num_outputs)

@@ -35,3 +35,17 @@ def cost_forward(sizes: Sizes, wanted: Wanted) -> int:
     """
     ways = 2 if wanted.transposed else 1
     return ways * (wanted.products or 0) * (2 * sizes.forward + _PER_ELEMENT * sizes.activations)
+
+
+def cost_by_features(body: Sizes, num_parameters: int, features: int, outputs: int, wanted: Wanted) -> int:
+    """Return the multiplications per input of F backward passes, the product of their rows, and W times the result.
+
+    Args:
+        body: the size of the network before its last layer.
+        num_parameters: the number of wanted parameters before the last layer.
+        features: F.
+        outputs: C; the last layer's part and W take C·F each per vector.
+        wanted: as in `cost_by_rows`.
+    """
+    ways = 2 if wanted.transposed else 1
+    return cost_by_rows(body, num_parameters, features, wanted) + 2 * ways * (wanted.products or 0) * features * outputs

@@ -68,3 +68,63 @@ class HeadBlock:
     def variances(self, weights: Tensor) -> Tensor:
         """Return Σ_k w_k r_k² of every row r, for weights (size,): (n, C)."""
         return self.inputs.square() @ self.as_maps(weights).T
+
+
+@dataclass(frozen=True)
+class CurvedHeadBlock:
+    """Rows of a last linear layer along all directions of the output Hessians H, known by H alone.
+
+    Sums of squared rows follow from Σ H and the diagonals of H, so that no direction is formed: n·C + C² numbers.
+    """
+
+    inputs: Tensor  # a: (n, I)
+    hessians: Tensor  # Σ_n H: (C, C) in float64
+    diagonals: Tensor  # of H: (n, C)
+    transposed: bool = False  # whether the parameter is stored as (I, C)
+
+    @classmethod
+    def of(cls, block: OuterBlock, hessians: Tensor, diagonals: Tensor) -> "CurvedHeadBlock":
+        """Return the block of a map that is applied once per input, from its inputs; gradients are not used."""
+        return cls(block.inputs[:, 0, :, 0], hessians, diagonals, block.transposed)
+
+    @property
+    def size(self) -> int:
+        """The number of entries of the parameter."""
+        return self.inputs.shape[1] * len(self.hessians)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the factors."""
+        return self.inputs.device
+
+    @property
+    def factor_sides(self) -> tuple[int, ...]:
+        """The number of groups, and the side lengths of the square Kronecker factors of one group."""
+        return 1, self.inputs.shape[1], len(self.hessians)
+
+    @property
+    def gradient_key(self) -> tuple[object, ...]:
+        """A key that is equal for blocks with the same gradients, such as a weight and its bias."""
+        return (id(self.hessians),)
+
+    def gradient_moment(self) -> Tensor:
+        """Return Σ_n H: (1, C, C)."""
+        return self.hessians[None]
+
+    def input_moment(self, weights: Tensor | None = None) -> Tensor:
+        """Return Σ_n w_n a aᵀ for weights (n,), by default 1: (1, I, I)."""
+        weighted = self.inputs if weights is None else self.inputs * weights.to(self.inputs)[:, None]
+        return (weighted.T @ self.inputs)[None]
+
+    def num_terms(self, weights: Tensor | None = None) -> float:
+        """Return the weighted number of terms of `input_moment`."""
+        return len(self.inputs) if weights is None else float(weights.sum())
+
+    def squared_sum(self) -> Tensor:
+        """Return the sum of the squared rows over the inputs and directions: (size,)."""
+        maps = self.diagonals.T @ self.inputs.square()
+        return (maps.T if self.transposed else maps).reshape(-1)
+
+    def scaled(self, factor: float) -> "CurvedHeadBlock":
+        """Return the rows times a factor."""
+        return replace(self, inputs=self.inputs * factor)

@@ -1,7 +1,7 @@
 """The factored Jacobian of a batch, and the Jacobians of many inputs in chunks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
 from sublaplace.jacobians.features import FeatureBlock
+from sublaplace.jacobians.head import CurvedHeadBlock
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.linalg import Vectors
 from sublaplace.model.parameters import ParameterLayout
@@ -38,6 +39,7 @@ class Jacobian:
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
     forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
     transposed: Callable[[Tensor, Vectors], None] | None = None  # adds Jᵀ U by ordinary backward passes
+    curved: Mapping[str, CurvedHeadBlock] = field(default_factory=dict)  # a last layer in sums over all directions
 
     @property
     def num_inputs(self) -> int:
@@ -74,8 +76,15 @@ class Jacobian:
             return self.require_finite(self.forward(vectors))
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
+        features, mix = None, None  # W is multiplied by the sum over all parameters, once
         for name, block in self.blocks.items():
-            result += block.matmul(vectors[name])
+            if isinstance(block, FeatureBlock):
+                found, mix = block.inner.matmul(vectors[name]), block.mix
+                features = found if features is None else features.add_(found)
+            else:
+                result += block.matmul(vectors[name])
+        if features is not None and mix is not None:
+            result += mix @ features
         return self.require_finite(result)
 
     def add_transpose_matmul(self, weights: Tensor, into: Vectors) -> None:
@@ -83,8 +92,13 @@ class Jacobian:
         if self.transposed is not None:
             self.transposed(weights, into)
             return
+        of_features: Tensor | None = None
         for name, block in self.blocks.items():
-            block.add_transpose_matmul(weights, into[name])
+            if isinstance(block, FeatureBlock):
+                of_features = block.mix.T @ weights if of_features is None else of_features
+                block.inner.add_transpose_matmul(of_features, into[name])
+            else:
+                block.add_transpose_matmul(weights, into[name])
 
     def formed(self, count: int) -> "Jacobian":
         """Return this Jacobian with rows formed in advance, for several products with `count` vectors each.
@@ -102,7 +116,11 @@ class Jacobian:
 
     def scaled(self, factors: dict[str, float]) -> "Jacobian":
         """Return this Jacobian with respect to parameters in other units: each block times its factor."""
-        return replace(self, blocks={name: block.scaled(factors[name]) for name, block in self.blocks.items()})
+        return replace(
+            self,
+            blocks={name: block.scaled(factors[name]) for name, block in self.blocks.items()},
+            curved={name: block.scaled(factors[name]) for name, block in self.curved.items()},
+        )
 
     def columns(self, parts: dict[str, tuple[Tensor, Tensor]], count: int) -> Tensor:
         """Return `count` columns of J: (n, K, count).

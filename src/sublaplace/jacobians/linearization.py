@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
-from sublaplace.jacobians.costs import cost_by_rows, cost_forward
+from sublaplace.jacobians.costs import cost_by_features, cost_by_rows, cost_forward
 from sublaplace.jacobians.forward import Directions, LazyBlocks, forward_mode_works, forward_products
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Forward, Network
-from sublaplace.jacobians.passes import Cotangents, ForwardPass
+from sublaplace.jacobians.passes import Cotangents, ForwardPass, OutputHessians
 from sublaplace.jacobians.plan import Plan, Signature, described, signature
 from sublaplace.jacobians.probing import probed
 from sublaplace.jacobians.wanted import ROWS, Wanted
@@ -157,6 +157,29 @@ class Linearization:
         for k in range(max(1, run.num_rows)):
             yield self._in_units(run.jacobian(range(k, min(k + 1, run.num_rows))))
 
+    def along_hessians(self, inputs: Any, hessians: OutputHessians) -> Iterator[Jacobian] | None:
+        """Return Jacobians with one row per input, for sums over all directions of the output Hessians.
+
+        If the network ends in f = Wφ + b, at most F rows hold as much as all C − 1; see `curved` for the last layer.
+        None if it does not end so.
+        """
+        with self.borrowed():
+            plan, capture, outputs = self._captured(self.to_device(inputs))
+            run = ForwardPass.of_features(self.network, plan, capture, outputs, ROWS)
+            if run is None:
+                return None
+            run = run.along(hessians)
+            self.passes += run.num_passes
+        return map(self._in_units, run.row_by_row(hessians))
+
+    def num_features(self) -> int | None:
+        """Return F if the network ends in one linear layer of F features, and all parameters have a rule.
+
+        None if there was no pass yet.
+        """
+        plan = self._current
+        return None if plan is None or plan.general else plan.num_features
+
     def _in_units(self, jacobian: Jacobian) -> Jacobian:
         return jacobian if self.units is None else jacobian.scaled(self.units)
 
@@ -193,13 +216,84 @@ class Linearization:
         rows = plan.num_outputs
         if self.uses_features(inputs, wanted) and plan.num_features is not None:
             rows = plan.num_features
+        if cotangents is None and wanted.products is not None and self.prefers_products(inputs, rows, wanted):
+            step = self.products_chunk_size(inputs, wanted)
+            for start in range(0, num_inputs(inputs), step):
+                yield self.products_jacobian(select(inputs, slice(start, start + step)), wanted)
+            return
         given = cotangents.shape[1] if isinstance(cotangents, Tensor) else rows
-        forward = cotangents is None and self.prefers_forward(inputs, rows, wanted)
-        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, given, wanted=wanted)
+        step = self.chunk_size(inputs, given, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):
-            part = select(inputs, slice(start, start + step))
             own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
-            yield self.forward_jacobian(part) if forward else self.jacobian(part, own, wanted)
+            yield self.jacobian(select(inputs, slice(start, start + step)), own, wanted)
+
+    # Products with vectors --------------------------------------------------------------------------------------------
+
+    def prefers_products(self, inputs: Any, rows: int, wanted: Wanted) -> bool:
+        """Return whether products with vectors cost less by features or forward mode than by `rows` backward passes."""
+        if self.prefers_features(inputs, rows, wanted):
+            return True
+        # Features may be next where forward mode turns out not to work.
+        return self.prefers_forward(inputs, rows, wanted) or self.prefers_features(inputs, rows, wanted)
+
+    def prefers_features(self, inputs: Any, rows: int, wanted: Wanted) -> bool:
+        """Return whether rows of features give products with vectors for less than `rows` rows, or forward mode."""
+        plan = self._plan(inputs)
+        features = plan.num_features
+        before_last = any(wanted.includes((name,)) for name in self.layout.names if name not in plan.last_linear)
+        if wanted.products is None or features is None or features >= rows or plan.general or not before_last:
+            return False
+        by_features = self._cost_by_features(plan, wanted)
+        by_rows = cost_by_rows(plan.sizes(wanted), self._num_parameters(wanted), rows, wanted)
+        forward = plan.forward_mode is False or cost_forward(plan.sizes(wanted), wanted) > by_features
+        return forward and by_features < by_rows
+
+    def _cost_by_features(self, plan: Plan, wanted: Wanted) -> int:
+        assert plan.num_features is not None
+        last = sum(self.layout.sizes[name] for name in plan.last_linear if wanted.includes((name,)))
+        body, before = plan.sizes(wanted, without_last=True), self._num_parameters(wanted) - last
+        return cost_by_features(body, before, plan.num_features, plan.num_outputs, wanted)
+
+    def _num_parameters(self, wanted: Wanted) -> int:
+        return sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
+
+    def products_chunk_size(self, inputs: Any, wanted: Wanted) -> int:
+        """Return how many inputs to process at once in `products_jacobian`."""
+        plan = self._plan(inputs)
+        if self.prefers_features(inputs, plan.num_outputs, wanted):
+            fitting = self.policy.forward_size(plan, self.dtype.itemsize, wanted.products or 1)
+            return min(fitting, self.chunk_size(inputs, plan.num_features, wanted=wanted))
+        return self.forward_chunk_size(inputs, wanted)
+
+    def products_jacobian(self, inputs: Any, wanted: Wanted, directions: Directions | None = None) -> Jacobian:
+        """Return a Jacobian for products with vectors alone, by features or forward mode, whichever costs less.
+
+        Args:
+            inputs: the batch.
+            wanted: the number of vectors.
+            directions: of the rows; None: one row per output.
+        """
+        if self.prefers_features(inputs, self._plan(inputs).num_outputs, wanted):
+            found = self._by_features(inputs, wanted)
+            if found is not None:
+                rows = self._in_units(found)
+                return rows if directions is None else self._directed(rows, inputs, directions)
+        if self.prefers_forward(inputs, self._plan(inputs).num_outputs, wanted):
+            return self.forward_jacobian(inputs, directions)
+        return self.jacobian(inputs, directions, wanted)
+
+    def _directed(self, rows: Jacobian, inputs: Any, directions: Directions) -> Jacobian:
+        """Return the Jacobian along directions, from the rows of all outputs."""
+        outputs = rows.outputs
+
+        def products(vectors: Vectors) -> Tensor:
+            return directions.times(outputs, rows.matmul(vectors))
+
+        def transposed(weights: Tensor, into: Vectors) -> None:
+            rows.add_transpose_matmul(directions.combined(outputs, weights.transpose(1, 2)).transpose(1, 2), into)
+
+        blocks = LazyBlocks(lambda: self.jacobian(inputs, directions).blocks)
+        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=products, transposed=transposed)
 
     # Forward mode -----------------------------------------------------------------------------------------------------
 
@@ -212,8 +306,7 @@ class Linearization:
         if wanted.products is None or plan.forward_mode is False:
             return False
         sizes = plan.sizes(wanted)
-        num_parameters = sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
-        if cost_forward(sizes, wanted) >= cost_by_rows(sizes, num_parameters, rows, wanted):
+        if cost_forward(sizes, wanted) >= cost_by_rows(sizes, self._num_parameters(wanted), rows, wanted):
             return False
         if plan.forward_mode is None:
             with self.borrowed():

@@ -1,8 +1,8 @@
 """Jacobian rows, by backward passes from one recorded forward pass."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock, summed
 from sublaplace.jacobians.capture import Call, Capture
 from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.general import general_rows
-from sublaplace.jacobians.head import HeadBlock
+from sublaplace.jacobians.head import CurvedHeadBlock, HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Network
 from sublaplace.jacobians.plan import BatchAxis, Plan
@@ -21,6 +21,19 @@ from sublaplace.model.parameters import ParameterLayout
 
 Cotangents = Tensor | Callable[[Tensor], Tensor]
 """Directions (n, K, C) in the outputs, or a function that returns them for given outputs."""
+
+
+class OutputHessians(Protocol):
+    """The Hessians H of n inputs' outputs, seen from the features before a last linear layer."""
+
+    def __call__(self, outputs: Tensor, weight: Tensor) -> Tensor:
+        """Return roots of Wᵀ H W for W (C, F), rows as directions in the features: (n, K, F)."""
+
+    def hessian_sum(self, outputs: Tensor) -> Tensor:
+        """Return Σ_n H: (C, C) in float64."""
+
+    def hessian_diagonals(self, outputs: Tensor) -> Tensor:
+        """Return the diagonals of H: (n, C)."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,22 @@ class FeaturePass:
     def num_passes(self) -> int:
         """The number of backward passes, counted per input."""
         return self.body.num_passes
+
+    def along(self, hessians: OutputHessians) -> "FeaturePass":
+        """Return the pass along all directions of the output Hessians, at most F backward passes."""
+        return replace(self, body=replace(self.body, cotangents=hessians(self.head.outputs.detach(), self.weight)))
+
+    def row_by_row(self, hessians: OutputHessians) -> Iterator[Jacobian]:
+        """Yield Jacobians with one row per input, for sums over all directions; the first holds the last layer."""
+        outputs = self.head.outputs.detach()
+        total, diagonals = hessians.hessian_sum(outputs), hessians.hessian_diagonals(outputs)
+        ((call, _, source),) = self.head.calls
+        built = ((name, build(source, ())) for name, build in call.builders if self.wanted.includes((name,)))
+        curved = {name: CurvedHeadBlock.of(b, total, diagonals) for name, b in built if isinstance(b, OuterBlock)}
+        K = self.body.num_rows
+        for k in range(max(1, K)):
+            jacobian = self.body.jacobian(range(k, min(k + 1, K)))
+            yield replace(jacobian, outputs=outputs, curved={} if k else curved)
 
     def jacobian(self) -> Jacobian:
         """Run one backward pass per feature and return the Jacobian of all outputs."""

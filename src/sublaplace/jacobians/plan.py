@@ -75,11 +75,12 @@ class Plan:
             CallSize(call.names, call.output_shape.numel(), call.input_elements, call.multiplications) for call in calls
         )
 
-    def sizes(self, wanted: Wanted = ROWS) -> Sizes:
-        """Return the size of the work for one input."""
-        chosen = [wanted.includes(call.names) for call in self.measured]
+    def sizes(self, wanted: Wanted = ROWS, without_last: bool = False) -> Sizes:
+        """Return the size of the work for one input, with the last call or without it."""
+        calls = self.measured[:-1] if without_last else self.measured
+        chosen = [wanted.includes(call.names) for call in calls]
         first = chosen.index(True) if any(chosen) else len(chosen)
-        used, behind = [c for c, w in zip(self.measured, chosen, strict=True) if w], self.measured[first:]
+        used, behind = [c for c, w in zip(calls, chosen, strict=True) if w], calls[first:]
 
         def per_input(total: int) -> int:
             return -(-total // self.measured_inputs)

@@ -151,12 +151,14 @@ class ComplementSweep:
         """Return the variances of outputs that are linear in features, point by point.
 
         The sums by bin are those of the F features. The last layer's part of each point comes from its factors, with
-        eigenvalues rounded to the same bins. Cost: C·(F + C)·s per input and point.
+        eigenvalues rounded to the same bins. What has C rows is multiplied in the model's dtype, as predictions are.
+        Cost: C·(F + C)·s per input and point.
         """
+        dtype = jacobian.outputs.dtype
         inner, heads, mix = {}, [], None
         for name, block in jacobian.blocks.items():
             if isinstance(block, FeatureBlock):
-                inner[name], mix = block.inner, block.mix.double()
+                inner[name], mix = block.inner, block.mix
             elif isinstance(block, HeadBlock):
                 heads.append((self._head(name, block), block.inputs))
             else:
@@ -167,12 +169,12 @@ class ComplementSweep:
         rows, result = self._inside_rows(jacobian), []
         for tau, factors in zip(*self._priors_and_factors(points.to(squares.device)), strict=True):
             (square,), (product,) = _over_bins(factors[None], squares), _over_bins(factors[None], products)
-            total, mixed = ((mix @ square) * mix).sum(2), mix @ product
+            total, mixed = ((mix @ square.to(dtype)) * mix).sum(2), mix @ product
             for head, inputs in heads:
                 total, mixed = total + head.variances(inputs, factors), mixed + head.products(inputs, factors)
             m = rows / (self.values + tau)
             inner_product = m @ (self.base + _over_bins(factors[None], self.grams)[0])
-            result.append(total + ((inner_product - 2 * mixed) * m).sum(2))
+            result.append(total.double() + ((inner_product - 2 * mixed.double()) * m).sum(2))
         return torch.stack(result)
 
     def _head(self, name: str, block: HeadBlock) -> "_HeadPart":
@@ -257,14 +259,14 @@ class _HeadPart:
 
     def variances(self, inputs: Tensor, factors: Tensor) -> Tensor:
         """Return Σ j² f for factors f by bin (B,): (n, C)."""
-        weighted = self._rotated(inputs).double().square() @ factors[self.bins].T
-        return weighted if self.basis is None else weighted @ self.basis.square().T
+        weighted = self._rotated(inputs).square() @ factors.to(inputs)[self.bins].T
+        return weighted if self.basis is None else weighted @ self.basis.square().T.to(inputs)
 
     def products(self, inputs: Tensor, factors: Tensor) -> Tensor:
         """Return Σ j Z f: (n, C, s)."""
-        a = self._rotated(inputs).double()
-        seen = torch.einsum("ni,kci->nck", a, self.vectors * factors[self.bins])
-        return seen if self.basis is None else self.basis @ seen
+        weighted = self.vectors * factors.to(inputs)[self.bins]
+        seen = torch.einsum("ni,kci->nck", self._rotated(inputs), weighted)
+        return seen if self.basis is None else self.basis.to(inputs) @ seen
 
 
 def _binned(outside: BlockPrecision, unweighted: float, device: torch.device) -> tuple[Tensor, dict[str, _BinnedPart]]:

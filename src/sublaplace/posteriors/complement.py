@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
+from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import Vectors, cross_gram, gram
@@ -218,26 +219,52 @@ class ComplementedPosterior:
         return result
 
     @cached_property
-    def _measured(self) -> tuple[Vectors, Tensor]:
-        """V = Ψ_KΛQ, (s, size) per parameter, and G = (ΛQ)ᵀΨ_KΛQ, (s, s) in float64; memory p·s, kept."""
-        prior = self.prior_precision
-        vectors = {name: part.unwhiten(self.mixed[name], prior) for name, part in self.outside.parts.items()}
-        return vectors, gram(self.mixed)
+    def _gram(self) -> Tensor:
+        """G = (ΛQ)ᵀΨ_KΛQ, (s, s) in float64."""
+        return gram(self.mixed)
+
+    @cached_property
+    def _measured(self) -> Vectors:
+        """V = Ψ_KΛQ of the parameters that were asked for, (s, size) each: those of a last layer."""
+        return {}
+
+    def _measured_part(self, name: str) -> Tensor:
+        """Return V of one parameter, kept for the next time; memory: that of its part of P."""
+        if name not in self._measured:
+            self._measured[name] = self.outside.parts[name].unwhiten(self.mixed[name], self.prior_precision)
+        return self._measured[name]
 
     def _by_differences(self, jacobian: Jacobian, solved: Tensor, whole: bool) -> Tensor:
         """Return J_cΨ_KJ_cᵀ = JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ with M = JQA⁻¹, or its diagonal, in float64.
 
-        No row of an output is formed, so that many outputs cost as much as their features. Differences lose digits in
-        float32 where the subspace holds nearly all of a variance; negative ones become 0.
+        No row of an output is formed, so that many outputs cost as much as their features. Their rows JΨ_K^½ give both
+        JΨ_KJᵀ and, times B = Ψ_K^½ΛQ, JV. Differences lose digits in float32 where the subspace holds nearly all of a
+        variance; negative ones become 0.
         """
-        V, G = self._measured
-        measured = jacobian.matmul(V).double()
+        prior, dtype = self.prior_precision, jacobian.outputs.dtype
+        n, K, s = solved.shape
+        size = (n, K, K) if whole else (n, K)
+        outside, measured = solved.new_zeros(size, dtype=dtype), solved.new_zeros(n, K, s, dtype=dtype)
+        squares: Tensor | None = None
+        products, mix = None, None
+        for name, block in jacobian.blocks.items():
+            part = self.outside.parts[name]
+            if isinstance(block, FeatureBlock):
+                rows, mix = part.whiten(block.inner, prior), block.mix
+                square, product = rows @ rows.transpose(1, 2), rows @ self.mixed[name].T
+                squares = square if squares is None else squares.add_(square)
+                products = product if products is None else products.add_(product)
+            else:
+                outside += part.covariance(block, prior) if whole else part.variance(block, prior)
+                measured += block.matmul(self._measured_part(name))
+        assert squares is not None and products is not None and mix is not None
+        measured += mix @ products
+        outside += mix @ squares @ mix.T if whole else ((mix @ squares) * mix).sum(2)
+        outside, measured = outside.double(), measured.double()
         if whole:
             cross = solved @ measured.transpose(1, 2)
-            outside = self.outside.covariance(jacobian).double()
-            return outside - cross - cross.transpose(1, 2) + solved @ G @ solved.transpose(1, 2)
-        outside = self.outside.variance(jacobian).double()
-        return (outside + ((solved @ G - 2 * measured) * solved).sum(2)).clamp_min(0)
+            return outside - cross - cross.transpose(1, 2) + solved @ self._gram @ solved.transpose(1, 2)
+        return (outside + ((solved @ self._gram - 2 * measured) * solved).sum(2)).clamp_min(0)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Return Σ̃ for each input: (n, K, K)."""

@@ -7,7 +7,7 @@ from sublaplace.curvature.precision import BlockPrecision, Precision, Solvable
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.model.linalg import Vectors, dominant_eigenvectors, gram, orthonormalise
 from sublaplace.projection import Basis
-from sublaplace.projectors.subspace_iteration import dominant_directions
+from sublaplace.projectors.subspace_iteration import dominant_directions, widened
 from sublaplace.runtime.memory import require
 from sublaplace.runtime.warning import warn
 
@@ -27,8 +27,8 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     memory budget, P = Ψ^½ Bᵀ U_s needs no second pass. M is not formed if X′ has more than 6,000 outputs and more than
     4·s (see `dominant_directions`).
 
-    If the Jacobians are a sketch of those of many outputs, its subspace is the start of a search with all outputs, by
-    products with vectors alone (see `refined`).
+    If the Jacobians are a sketch of those of many outputs, its subspace, a fifth larger, is the start of a search with
+    all outputs. Two multiplications by Ψ JᵀJ and a Rayleigh–Ritz step between them follow, by products with vectors.
 
     Cost: one pass over X′ (two or more if B does not fit) with C backward passes per input, (nC)²·p/2 for M, O((nC)³)
     for its eigenvectors, and nC·p·s for P; memory (nC)² + p·s, and nC·p if it fits.
@@ -44,12 +44,17 @@ def low_rank(jacobians: Jacobians, precision: Precision, dim: int) -> Basis:
     """
     num_rows = jacobians.num_rows
     tolerance = rank_tolerance(num_rows, jacobians.dtype)
-    if num_rows > max(DENSE_ROWS, 4 * dim):
-        values, vectors = dominant_directions(jacobians, precision, dim, tolerance)
+    sketched = jacobians.directions is not None
+    count = widened(dim) if sketched else dim
+    if num_rows > max(DENSE_ROWS, 4 * count):
+        values, vectors = dominant_directions(jacobians, precision, count, tolerance)
     else:
-        values, vectors = _by_covariance(jacobians, precision, dim, tolerance)
-    basis = basis_of(jacobians, vectors, len(values), dim)
-    return basis if jacobians.directions is None else refined(jacobians.whole(basis.dim), precision, basis)
+        values, vectors = _by_covariance(jacobians, precision, count, tolerance)
+    if sketched and len(values):
+        whole = jacobians.whole(len(values))
+        tolerance = rank_tolerance(whole.num_rows, whole.dtype)
+        values, vectors = dominant_directions(whole, precision, dim, tolerance, start=vectors, most_passes=1)
+    return basis_of(jacobians, vectors, len(values), dim)
 
 
 def refined(jacobians: Jacobians, precision: Solvable, start: Basis) -> Basis:

@@ -20,6 +20,7 @@ def dominant_directions(
     rank_tolerance: float,
     tolerance: float = 1e-4,
     start: Vectors | None = None,
+    most_passes: int = _MOST_PASSES,
 ) -> tuple[Tensor, Vectors]:
     """Return the s largest eigenvalues μ of M = J Λ⁻¹ Jᵀ, descending, and z = Λ⁻¹Jᵀu/√μ for its eigenvectors u.
 
@@ -38,12 +39,13 @@ def dominant_directions(
         rank_tolerance: eigenvalues below this share of the largest eigenvalue are rounding errors and are dropped.
         tolerance: the relative growth of the captured trace at which the iteration ends.
         start: r initial directions, for example from an approximation of Λ; None: random ones.
+        most_passes: how many Rayleigh–Ritz steps there are at the most.
 
     Raises:
         MemoryError: if the vectors do not fit into memory.
     """
     layout, total_rows = jacobians.linearization.layout, jacobians.num_rows
-    r = min(dim + max(10, dim // 5), total_rows, layout.num_parameters)
+    r = min(widened(dim), total_rows, layout.num_parameters)
     if start is not None:
         r = len(next(iter(start.values())))
     like = torch.empty(0, dtype=jacobians.dtype, device=jacobians.device)
@@ -64,7 +66,7 @@ def dominant_directions(
     W = jacobians.linearization.zero_vectors(r)
     _add_products(jacobians, first, W)
     captured = 0.0
-    for _ in range(_MOST_PASSES):
+    for _ in range(most_passes):
         Z = precision.solve({name: part.clone() for name, part in W.items()})
         metric = cross_gram(Z, W)
         for part in W.values():
@@ -88,6 +90,11 @@ def dominant_directions(
             break
     leading = {name: part[:dim] for name, part in W.items()}
     return values[:dim], precision.solve(leading)
+
+
+def widened(dim: int) -> int:
+    """Return how many vectors are multiplied to find `dim` directions: more converge faster."""
+    return dim + max(10, dim // 5)
 
 
 def _add_products(jacobians: Iterable[Jacobian], weights: Callable[[Jacobian], Tensor], into: Vectors) -> None:

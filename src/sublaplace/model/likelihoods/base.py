@@ -272,8 +272,13 @@ def significant(root: Tensor, tolerance: float) -> Tensor:
     The shortest ones are dropped, over all inputs together, as long as they make up no more than `tolerance` of the
     total squared length, which is the trace of the output Hessians. tolerance = 0 keeps all.
     """
-    n, K = root.shape[:2]
-    lengths = root.double().square().sum(2).flatten()
+    return significant_lengths(root.double().square().sum(2), tolerance)
+
+
+def significant_lengths(lengths: Tensor, tolerance: float) -> Tensor:
+    """Return the same as `significant` from the squared lengths of the rows, (n, K)."""
+    n, K = lengths.shape
+    lengths = lengths.double().flatten()
     ordered, order = lengths.sort()
     count = int((ordered.cumsum(0) <= tolerance * ordered.sum()).sum()) if tolerance else 0
     dropped = torch.zeros(n * K, dtype=torch.long, device=lengths.device)

@@ -18,6 +18,9 @@ class Root(Protocol):
     def squared_lengths(self) -> Tensor:
         """Return the squared lengths of the rows: (n, K)."""
 
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of H, the squared lengths of the columns: (n, C)."""
+
 
 @dataclass(frozen=True)
 class MatrixRoot:
@@ -34,6 +37,9 @@ class MatrixRoot:
     def squared_lengths(self) -> Tensor:
         return self.rows.square().sum(2)
 
+    def diagonal(self) -> Tensor:
+        return self.rows.square().sum(1)
+
 
 @dataclass(frozen=True)
 class DiagonalRoot:
@@ -48,6 +54,9 @@ class DiagonalRoot:
         return weights * self.values.unsqueeze(1)
 
     def squared_lengths(self) -> Tensor:
+        return self.values.square()
+
+    def diagonal(self) -> Tensor:
         return self.values.square()
 
 
@@ -69,3 +78,6 @@ class SoftmaxRoot:
     def squared_lengths(self) -> Tensor:
         phi = self.probabilities
         return phi * (1 - 2 * phi + phi.square().sum(1, keepdim=True))
+
+    def diagonal(self) -> Tensor:
+        return self.probabilities * (1 - self.probabilities)

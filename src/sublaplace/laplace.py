@@ -9,10 +9,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from sublaplace.arguments import checked_options, require_cpu_for
 from sublaplace.curvature.matrix_free import FullCovariance
-from sublaplace.data.batches import input_batches, num_inputs
+from sublaplace.data.batches import input_batches, num_inputs, plain
 from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
 from sublaplace.data.subspace_inputs import joined_inputs
 from sublaplace.evaluation import Evaluation
@@ -268,6 +269,11 @@ class SubspaceLaplace:
         Means and variances come from one pass. Covariances (n, C, C) are only formed if they are asked for, in another
         pass over x, or if the link needs them.
 
+        Where x requires grad, everything in the prediction can be differentiated with respect to it. The same holds for
+        `functional_variance`, `functional_covariance` and `functional_samples`. Values are the same up to rounding.
+        Cost: two to five times a prediction, with the backward pass. Memory: activations and gradients of all inputs at
+        once, n·C·(activations of the network), as the graph holds them until the backward pass.
+
         Args:
             x: the inputs.
             link: how logits become probabilities: "pairwise" or "probit" by the outputs' variances, "mc" or "bridge" by
@@ -360,8 +366,9 @@ class SubspaceLaplace:
             return self._passed(fitted, x, "matrix", outputs=outputs)[1]
         if outputs is not None:
             raise ValueError("outputs has no effect with joint=True, which gives the covariance of all outputs.")
-        linearization = fitted.linearization
-        inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
+        given = joined_inputs(with_labels_under(self._labels_key, x), "x")
+        linearization = fitted.linearization.differentiable() if _requires_grad(given) else fitted.linearization
+        inputs = linearization.to_device(given)
         rows = num_inputs(inputs) * fitted.survey.num_outputs
         require(
             2 * 8 * rows**2,
@@ -384,7 +391,8 @@ class SubspaceLaplace:
                     rows = None
                     if chosen is not None:
                         rows = self._unit_rows(chosen, seen, num_inputs(inputs))
-                    for jacobian in linearization.chunks(linearization.to_device(inputs), rows, wanted):
+                    engine = linearization.differentiable() if _requires_grad(inputs) else linearization
+                    for jacobian in engine.chunks(engine.to_device(inputs), rows, wanted):
                         yield jacobian
                         seen += jacobian.num_inputs
                         bar.update(jacobian.num_inputs)
@@ -879,6 +887,12 @@ def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
         low, high = int(chosen.min()), int(chosen.max())
         raise ValueError(f"outputs must lie in 0 … {num_outputs - 1}, but they range from {low} to {high}.")
     return chosen.long()
+
+
+def _requires_grad(inputs: Any) -> bool:
+    """Return whether predictions for these inputs are to be differentiated: gradients are enabled and asked for."""
+    leaves = tree_flatten(plain(inputs))[0]
+    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _used_link(likelihood: Likelihood, link: str | None) -> str:

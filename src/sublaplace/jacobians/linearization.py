@@ -3,12 +3,13 @@
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
@@ -57,6 +58,7 @@ class Linearization:
         self.policy = chunks or ChunkPolicy()
         self.scratch_folder = scratch_folder
         self.units = units
+        self.keeps_graph = False  # whether Jacobians can be differentiated with respect to the inputs
         self.passes = 0  # number of backward passes so far, counted per input
         self.forward_passes = 0  # number of Jacobian–vector products so far, counted per input
         self._plans: dict[Signature, Plan] = {}
@@ -108,7 +110,7 @@ class Linearization:
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
-        return self.network.to_device(inputs)
+        return self.network.to_device(inputs, self.keeps_graph)
 
     def outputs(self, inputs: Any) -> Tensor:
         """Return f(x) without an autograd graph: (n, C)."""
@@ -140,7 +142,7 @@ class Linearization:
     def _by_features(self, inputs: Any, wanted: Wanted) -> Jacobian | None:
         with self.borrowed():
             plan, capture, outputs = self._captured(self.to_device(inputs), wanted)
-            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted)
+            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted, self.keeps_graph)
             if run is None:
                 return None
             self.passes += run.num_passes
@@ -164,6 +166,15 @@ class Linearization:
         """Return the same network with parameters in other units; what was learned about it is shared."""
         other = copy.copy(self)
         other.units = units
+        return other
+
+    def differentiable(self) -> "Linearization":
+        """Return the same network with Jacobians that can be differentiated with respect to the inputs.
+
+        Activations and gradients of every call stay in the autograd graph. Rows come from backward passes alone.
+        """
+        other = copy.copy(self)
+        other.keeps_graph = True
         return other
 
     def flat_parameters(self) -> Tensor:
@@ -209,7 +220,7 @@ class Linearization:
         The first answer for a network that prefers forward mode compares both ways on three of the inputs.
         """
         plan = self._plan(inputs)
-        if wanted.products is None or plan.forward_mode is False:
+        if self.keeps_graph or wanted.products is None or plan.forward_mode is False:
             return False
         sizes = plan.sizes(wanted)
         num_parameters = sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
@@ -318,13 +329,19 @@ class Linearization:
     def _captured(self, inputs: Any, wanted: Wanted = ROWS) -> tuple[Plan, Capture, Tensor]:
         """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current
+        if self.keeps_graph:
+            wanted = ROWS  # outputs depend on the inputs through all calls
         for _ in range(3):
-            with torch.enable_grad():
+            # Fused attention has no second derivative.
+            kernels = sdpa_kernel(SDPBackend.MATH) if self.keeps_graph else nullcontext()
+            with torch.enable_grad(), kernels:
                 expand = plan.expand if plan else frozenset()
-                capture, outputs = self.network.watched(inputs, expand=expand, wanted=wanted)
+                capture, outputs = self.network.watched(
+                    inputs, expand=expand, wanted=wanted, keeps_graph=self.keeps_graph
+                )
             known = self._plans.get(signature(capture.calls))
             if known is None:
-                plan = probed(self.network, inputs, self._jacobian_of)
+                plan = probed(self.network, self.network.to_device(inputs), self._jacobian_of)
                 self._plans[plan.signature] = plan
                 continue
             if plan is None or known.expand != plan.expand:
@@ -347,6 +364,6 @@ class Linearization:
         with self.borrowed():
             inputs = self.to_device(inputs)
             plan, capture, outputs = self._captured(inputs, wanted)
-            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted)
+            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted, self.keeps_graph)
             self.passes += run.num_passes
         return run

@@ -27,6 +27,7 @@ LAYERS = [
     "laplace",
     "ood",
     "sklearn",
+    "botorch",
 ]
 """From the bottom upwards; each is a folder or a single module."""
 

@@ -61,6 +61,7 @@ class Linearization:
         self.keeps_graph = False  # whether Jacobians can be differentiated with respect to the inputs
         self.passes = 0  # number of backward passes so far, counted per input
         self.forward_passes = 0  # number of Jacobian–vector products so far, counted per input
+        self._grouped: dict[int, Linearization] = {}
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
@@ -166,6 +167,7 @@ class Linearization:
         """Return the same network with parameters in other units; what was learned about it is shared."""
         other = copy.copy(self)
         other.units = units
+        other._grouped = {}
         return other
 
     def differentiable(self) -> "Linearization":
@@ -176,6 +178,23 @@ class Linearization:
         other = copy.copy(self)
         other.keeps_graph = True
         return other
+
+    def grouped(self, size: int) -> "Linearization":
+        """Return the network that maps groups of inputs, (b, size, …), to the outputs of all of them, (b, size·C).
+
+        The covariance of a group's outputs is then one of a single input. Cost: size·C rows per group.
+        """
+        if size not in self._grouped:
+            forward = self.forward
+
+            def of_groups(model: nn.Module, groups: Tensor) -> Tensor:
+                return forward(model, groups.flatten(0, 1)).reshape(len(groups), -1)
+
+            self._grouped[size] = Linearization(
+                self.model, of_groups, self.policy, scratch_folder=self.scratch_folder, units=self.units
+            )
+        made = self._grouped[size]
+        return made.differentiable() if self.keeps_graph else made
 
     def flat_parameters(self) -> Tensor:
         """Return θ̂ in these units, as one vector: (p,)."""

@@ -21,11 +21,13 @@ LAYERS = [
     "options",
     "arguments",
     "metrics",
+    "conformal",
     "evaluation",
     "fitting",
     "former_names",
     "laplace",
     "ood",
+    "active",
     "sklearn",
     "botorch",
 ]

@@ -27,7 +27,7 @@ except ImportError as error:
     raise ImportError("sublaplace.botorch needs BoTorch and GPyTorch: pip install 'sublaplace[botorch]'.") from error
 
 
-class SubspaceLaplaceModel(Model, FantasizeMixin):  # type: ignore[misc]
+class SubspaceLaplaceModel(Model, FantasizeMixin):
     r"""A BoTorch model whose posterior is the one of a fitted `SubspaceLaplace` for regression.
 
     `posterior` gives multivariate normal distributions with gradients with respect to X, so BoTorch's acquisition

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
 from sublaplace.arguments import checked_options, require_cpu_for
@@ -26,6 +27,7 @@ from sublaplace.fitting.saving import arguments_from, complete, fitted_from, sto
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
 from sublaplace.fitting.validation import check_first_batch
 from sublaplace.former_names import refuse_arguments, refuse_member
+from sublaplace.jacobians.general import CallWith
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
@@ -399,8 +401,8 @@ class SubspaceLaplace:
         """
         fitted = self._fitted()
         if not isinstance(x, Tensor) or x.ndim < 3 or not x.shape[:2].numel():
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"Groups of inputs must be one tensor (b, q, …), b groups of q inputs; x is {found}.")
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"Groups of inputs must be one tensor (b, q, …), b groups of q inputs; x is {shape}.")
         b, q, C = *x.shape[:2], fitted.survey.num_outputs
         linearization = fitted.linearization.differentiable() if _requires_grad(x) else fitted.linearization
         require(
@@ -809,6 +811,49 @@ class SubspaceLaplace:
         with linearization.borrowed():
             jacobians = self._jacobians(x, wanted=Wanted(products=count))
             parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in jacobians]
+        return torch.cat(parts, dim=1)
+
+    @_with_model
+    def network_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return the outputs of networks drawn from the posterior, without linearisation: (count, n, C).
+
+        Their parameters are those of `sample`, so that draw k belongs to draw k of `functional_samples`. The Laplace
+        approximation belongs to the linearised network, so `functional_samples` is usually the better choice.
+        Cost: `count` forward passes per input.
+
+        Args:
+            x: the inputs. Where they require grad, the outputs can be differentiated.
+            count: how many networks.
+            generator: as of `sample`.
+        """
+        drawn = self.sample(count, generator)
+        linearization = self._fitted().linearization
+        wrapped, names = CallWith(linearization.model, linearization.forward), self._layout.names
+        shapes = {name: p.shape for name, p in self._layout.parameters(linearization.model).items()}
+        parts = []
+        for inputs in input_batches(with_labels_under(self._labels_key, x)):
+            if not num_inputs(inputs):
+                continue
+            keeps_graph = _requires_grad(inputs)
+            given = linearization.network.to_device(inputs, keeps_graph)
+            with linearization.borrowed(), torch.set_grad_enabled(keeps_graph):
+                parts.append(
+                    torch.stack(
+                        [
+                            functional_call(
+                                wrapped,
+                                {
+                                    f"model.{name}": theta[self._layout.slices[name]].view(shapes[name])
+                                    for name in names
+                                },
+                                (given,),
+                            )
+                            for theta in drawn
+                        ]
+                    )
+                )
+        if not parts:
+            raise ValueError("There are no inputs to predict for: x is empty.")
         return torch.cat(parts, dim=1)
 
     def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:

@@ -55,3 +55,12 @@ def test_the_evidence_finds_the_noise(noise):
     x, y = data(150, noise)
     found = trained_by_gauss_newton(network(x), x, y, None, None, 80)
     assert found.noise_std == pytest.approx(noise, rel=0.35)
+
+
+def test_a_scaled_network_is_the_same_function():
+    x, _ = data()
+    plain, scaled = (mlp(x, (12,), 1, nn.Tanh, torch.Generator().manual_seed(1), scaled=s) for s in (False, True))
+    assert torch.allclose(plain(x), scaled(x))
+    weights = [[p for p in model.parameters() if p.ndim == 2] for model in (plain, scaled)]
+    for one, other in zip(*weights, strict=True):
+        assert torch.allclose(one * one.shape[1] ** 0.5, other)

@@ -28,6 +28,7 @@ LAYERS = [
     "laplace",
     "ood",
     "active",
+    "plot",
     "sklearn",
     "botorch",
 ]

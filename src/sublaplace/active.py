@@ -12,6 +12,7 @@ from torch import Tensor
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.runtime.checks import checked_count
 
+_NUMBERS_AT_ONCE = 2**22  # probabilities of labellings: 32 MiB
 _MOST_LABELLINGS = 2_000  # of a batch, that are all taken into account; more are sampled
 
 
@@ -78,9 +79,9 @@ def most_informative(probabilities: Tensor, count: int, generator: torch.Generat
     weights = probabilities.new_ones(1)  # of the labellings in sums over them
     chosen: list[int] = []
     for _ in range(_checked(count, n)):
-        joint = torch.einsum("km,knc->mnc", given, probabilities) / K
-        entropy = torch.einsum("m,mn->n", weights, torch.special.entr(joint).sum(2))
-        gain = entropy - expected  # those chosen before add the same to every candidate
+        few = max(1, _NUMBERS_AT_ONCE // (given.shape[1] * C))
+        entropies = [_joint_entropies(given, weights, part) for part in probabilities.split(few, dim=1)]
+        gain = torch.cat(entropies) - expected  # those chosen before add the same to every candidate
         gain[chosen] = -torch.inf
         best = int(gain.argmax())
         chosen.append(best)
@@ -89,6 +90,12 @@ def most_informative(probabilities: Tensor, count: int, generator: torch.Generat
         if given.shape[1] > _MOST_LABELLINGS:
             given, weights = _sampled(probabilities[:, chosen], used)
     return torch.tensor(chosen, device=probabilities.device)
+
+
+def _joint_entropies(given: Tensor, weights: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the entropy of the batch so far together with each of m further inputs, (K, m, C): (m,)."""
+    joint = torch.einsum("km,knc->mnc", given, probabilities) / len(given)
+    return torch.einsum("m,mn->n", weights, torch.special.entr(joint).sum(2))
 
 
 def _sampled(probabilities: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,8 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
         inputs = train_X.detach() if input_transform is None else input_transform.train()(train_X.detach())
         targets = transform.train()(train_Y.detach(), X=inputs)[0]
         generator = torch.Generator().manual_seed(seed)
-        network = mlp(inputs, hidden_layer_sizes, targets.shape[1], ACTIVATIONS[activation], generator)
+        kind = ACTIVATIONS[activation]
+        network = mlp(inputs, hidden_layer_sizes, targets.shape[1], kind, generator, scaled=True)
         steps = checked_count(max_steps, "max_steps")
         training = trained_by_gauss_newton(network, inputs, targets, prior_precision, noise_std, steps)
         network.eval()

@@ -224,3 +224,26 @@ def test_the_last_layer_needs_no_backward_pass_for_its_rows():
     engine: Linearization = la._state.linearization.differentiable()
     engine.jacobian(x.clone().requires_grad_(), wanted=la._state.posterior.wanted)
     assert engine.passes == la._state.linearization.passes
+
+
+@pytest.mark.parametrize("posterior", POSTERIORS)
+@pytest.mark.parametrize("size", [1, 3, 9])  # alone, as one input with more outputs, and one group after another
+def test_groups_have_their_joint_covariances(posterior, size):
+    la, _ = fitted("mlp", posterior)
+    groups = torch.randn(3, size, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    means, covariances = la.predict_groups(groups)
+    assert means.shape == (3, size, 2)
+    for group, mean, covariance in zip(groups, means, covariances, strict=True):
+        expected = la.functional_covariance(group, joint=True)
+        assert torch.allclose(mean, la.model(group), rtol=1e-10)
+        assert torch.allclose(covariance, expected, rtol=1e-8, atol=1e-10 * float(expected.abs().max()))
+    if posterior in ("default", "full"):
+        for which in (0, 1):
+            require_equal(lambda la, x, which=which: la.predict_groups(x)[which], la, groups)
+
+
+def test_groups_of_another_shape_are_refused():
+    la, x = fitted("mlp", "default")
+    for wrong in (x, x[:0].unsqueeze(1), [x]):
+        with pytest.raises(ValueError, match=r"one tensor \(b, q, …\)"):
+            la.predict_groups(wrong)

@@ -367,6 +367,10 @@ class Linearization:
                 plan = known
                 continue
             plan = known
+            missed = capture.unusual.keys() - plan.general.keys()
+            if missed:  # in a branch that no probed input took
+                plan.general |= {name: capture.unusual[name] for name in missed}
+                plan.general_batched = False
             plan.measure(capture.calls, num_inputs(inputs))
             self._current = plan
             return plan, capture, outputs

@@ -27,9 +27,9 @@ from torch import Tensor
 from sublaplace.botorch import SubspaceLaplaceModel
 
 PROBLEMS: dict[str, tuple[Callable[[], SyntheticTestFunction], int]] = {  # with the number of steps
-    "Branin": (lambda: Branin(negate=True), 25),
-    "Hartmann6": (lambda: Hartmann(negate=True), 40),
-    "Ackley, 4 dimensions": (lambda: Ackley(dim=4, negate=True), 40),
+    "Branin": (lambda: Branin(negate=True), 20),
+    "Hartmann6": (lambda: Hartmann(negate=True), 30),
+    "Ackley, 4 dimensions": (lambda: Ackley(dim=4, negate=True), 30),
 }
 
 
@@ -92,7 +92,7 @@ def drawn(results: dict[str, dict[str, list[list[float]]]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of every problem; by default 25 to 40")
+    parser.add_argument("--steps", type=int, help="of every problem; by default 20 or 30")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", help="a picture of the regret")
@@ -115,8 +115,8 @@ def main() -> None:
                 f" {seconds:.2f} process seconds per step",
                 flush=True,
             )
-    if arguments.numbers:
-        Path(arguments.numbers).write_text(json.dumps(results))
+            if arguments.numbers:
+                Path(arguments.numbers).write_text(json.dumps(results))
     if arguments.output:
         drawn(results, arguments.output)
 

@@ -217,13 +217,17 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
 
     def _of_groups(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean (…, q, C) and covariance (…, qC, qC) of the network's outputs, in the type of the inputs."""
-        like = next(self.laplace.model.parameters())
-        groups = inputs.reshape(-1, *inputs.shape[-2:]).to(like.device, like.dtype)
+        groups = self._for_network(inputs.reshape(-1, *inputs.shape[-2:]))
         mean, covariance = self.laplace.predict_groups(groups)
         batch = inputs.shape[:-2]
         return mean.to(inputs).reshape(*batch, *mean.shape[1:]), covariance.to(inputs).reshape(
             *batch, *covariance.shape[1:]
         )
+
+    def _for_network(self, inputs: Tensor) -> Tensor:
+        """Return inputs on the network's device and in its dtype, at least float32."""
+        like = next(self.laplace.model.parameters())
+        return inputs.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
     def _noise(self, shape: Sequence[int], given: Tensor | None, like: Tensor) -> Tensor:
         """Return the noise variances of outcomes of a shape (…, q, C): those given, or σ²."""
@@ -307,8 +311,7 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
         def function(X: Tensor) -> Tensor:
             self._require_points(X, "X")
             inputs = self.transform_inputs(X)
-            like = next(self.laplace.model.parameters())
-            flat = inputs.reshape(-1, inputs.shape[-1]).to(like.device, like.dtype)
+            flat = self._for_network(inputs.reshape(-1, inputs.shape[-1]))
             drawn = self.laplace.functional_samples(flat, 1, torch.Generator().manual_seed(seed))[0]
             values = drawn.to(X).reshape(*inputs.shape[:-1], -1)[..., list(self._outputs)]
             return self.outcome_transform.untransform(values, X=X)[0] if hasattr(self, "outcome_transform") else values

@@ -424,7 +424,7 @@ class SubspaceLaplace:
             joint = [fitted.posterior.joint_covariance(Jacobians(linearization, part)) for part in parts]
             covariances = torch.stack(joint).to(linearization.dtype)
             with linearization.borrowed():
-                means = linearization.forward(self.model, linearization.to_device(x.flatten(0, 1)))
+                means = linearization.forward(linearization.model, linearization.to_device(x.flatten(0, 1)))
         return means.reshape(b, q, C), covariances.reshape(b, q * C, q * C)
 
     def _jacobians(
@@ -826,10 +826,11 @@ class SubspaceLaplace:
             count: how many networks.
             generator: as of `sample`.
         """
-        drawn = self.sample(count, generator)
         linearization = self._fitted().linearization
-        wrapped, names = CallWith(linearization.model, linearization.forward), self._layout.names
+        wrapped = CallWith(linearization.model, linearization.forward)
         shapes = {name: p.shape for name, p in self._layout.parameters(linearization.model).items()}
+        drawn = self._layout.unflatten(self.sample(count, generator))
+        networks = [{f"model.{name}": drawn[name][k].view(shapes[name]) for name in drawn} for k in range(count)]
         parts = []
         for inputs in input_batches(with_labels_under(self._labels_key, x)):
             if not num_inputs(inputs):
@@ -837,21 +838,7 @@ class SubspaceLaplace:
             keeps_graph = _requires_grad(inputs)
             given = linearization.network.to_device(inputs, keeps_graph)
             with linearization.borrowed(), torch.set_grad_enabled(keeps_graph):
-                parts.append(
-                    torch.stack(
-                        [
-                            functional_call(
-                                wrapped,
-                                {
-                                    f"model.{name}": theta[self._layout.slices[name]].view(shapes[name])
-                                    for name in names
-                                },
-                                (given,),
-                            )
-                            for theta in drawn
-                        ]
-                    )
-                )
+                parts.append(torch.stack([functional_call(wrapped, network, (given,)) for network in networks]))
         if not parts:
             raise ValueError("There are no inputs to predict for: x is empty.")
         return torch.cat(parts, dim=1)

@@ -25,14 +25,15 @@ venv: $(VENV)/.stamp-test  ## create the virtual environment with everything the
 demo: $(VENV)/.stamp-demo  ## run the short demonstration
 	$(BIN)/python examples/demo.py
 
-examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn and unfamiliar inputs (several minutes)
+examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn, unfamiliar inputs and active learning (several minutes)
 	$(BIN)/python examples/huggingface_lora.py
 	$(BIN)/python examples/sklearn_comparison.py
 	$(BIN)/python examples/out_of_distribution.py
+	$(BIN)/python examples/active_learning.py
 
 gallery: $(VENV)/.stamp-test  ## draw the pictures of the documentation
 	$(BIN)/python examples/demo.py --out docs/images --table docs/demo_table.md
-	for script in one_dimension two_moons rejected_predictions dead_parameters outside; do \
+	for script in one_dimension two_moons rejected_predictions dead_parameters outside one_call; do \
 		$(BIN)/python examples/gallery/$$script.py || exit 1; done
 
 docs: $(VENV)/.stamp-docs  ## build the documentation into site/

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-GALLERY = ["one_dimension", "two_moons", "rejected_predictions", "dead_parameters", "outside"]
+GALLERY = ["one_dimension", "two_moons", "rejected_predictions", "dead_parameters", "outside", "one_call"]
 # Files of the repository that the site shows under another address.
 DOCUMENTS = {"DESIGN.md": "design.md", "benchmarks/RESULTS.md": "benchmarks.md"}
 SHOWN = (

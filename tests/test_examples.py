@@ -3,11 +3,13 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import active_learning
 import huggingface_lora
 import out_of_distribution
 import sklearn_comparison
@@ -46,3 +48,31 @@ def test_the_example_of_unfamiliar_images_scores_and_draws(tmp_path):
     assert (tmp_path / "scores.png").stat().st_size > 10_000
     assert out_of_distribution.table({"variance": [0.5, 1.0]}).endswith("| variance | 0.750 ± 0.250 |")
     assert sum(parameter.numel() for parameter in network.parameters()) == 9_402
+
+
+def test_the_example_of_active_learning_labels_more_images_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(active_learning, "CANDIDATES", 15)
+    found = {
+        name: torch.tensor([active_learning.accuracies(name, seed, rounds=1) for seed in (0, 1)])
+        for name in active_learning.CHOICES
+    }
+    firsts = torch.stack([values[:, 0] for values in found.values()])
+    assert (firsts == firsts[0]).all()  # all choices start from the same images
+    assert all((values > 0.2).all() for values in found.values())
+    assert active_learning.table(found).count("±") == 2 * 3
+    active_learning.draw(found, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size > 5_000
+
+
+@pytest.mark.filterwarnings("ignore")  # of BoTorch's fits
+def test_the_example_of_bayesian_optimisation_runs_every_method(tmp_path):
+    pytest.importorskip("botorch")
+    import bayesian_optimisation
+
+    make, _ = bayesian_optimisation.PROBLEMS["Branin"]
+    regrets = {name: [bayesian_optimisation.optimised(make(), name, 0, 2)[0]] for name in bayesian_optimisation.METHODS}
+    for (values,) in regrets.values():
+        assert len(values) == 3 and values[0] >= values[1] >= values[2] > -1e-5
+    assert len({values[0][0] for values in regrets.values()}) == 1  # all methods start from the same points
+    bayesian_optimisation.drawn({"Branin": regrets}, str(tmp_path / "regret.png"))
+    assert (tmp_path / "regret.png").stat().st_size > 5_000

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from dense_reference import dense_outputs, softmax_hessians
+from dense_reference import dense_jacobian, dense_outputs, softmax_hessians
 from sensitive import refused, untouched
 from test_laplace import labels, loader
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sublaplace import SubspaceLaplace
+from sublaplace import Linearization, SubspaceLaplace
 
 PRIOR = 0.7
 
@@ -158,3 +158,25 @@ def test_a_network_that_cannot_be_differentiated_is_refused_with_the_words_of_to
     model, x = made(lambda: Checkpointed(reentrant=True)).double(), numbers()
     with refused(model, ValueError, "cannot be differentiated", "use_reentrant=False"):
         SubspaceLaplace.paper(model, "classification", dim=4).fit(loader(x, torch.arange(8) % 3))
+
+
+class Branching(nn.Module):
+    """Uses a parameter without a rule for some inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.tensor([0.3, -0.7, 1.1])), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.stack([row * self.scale[:3].exp() if row.sum().item() > 0 else row.sin() for row in x]))
+
+
+def test_a_parameter_that_no_probed_input_uses_has_its_rows():
+    torch.manual_seed(0)
+    model, x = Branching().double(), torch.randn(12, 3, dtype=torch.float64)
+    x = x[x.sum(1).argsort()]  # the first three, which are probed, do not use it
+    assert x[2].sum() < 0 < x[-1].sum()
+    linearization = Linearization(model)
+    linearization.jacobian(x[:3])
+    assert torch.allclose(linearization.jacobian(x).dense_rows(), dense_jacobian(model, x), rtol=1e-10)
+    assert "scale" in linearization.unusual_parameters()

@@ -66,3 +66,14 @@ def test_frozen_half_precision_layers_under_float32_ones_are_left_as_they_are(re
     assert la.num_parameters == 6 * 3 + 3
     assert la(inputs).dtype == torch.float32
     assert not [w for w in recwarn if "float32 copy" in str(w.message)]
+
+
+@pytest.mark.parametrize("size", [2, 9])
+def test_groups_and_drawn_networks_come_from_the_float32_copy(size):
+    inputs, loader = problem(torch.float16)
+    with pytest.warns(UserWarning, match="float32 copy"):
+        la = SubspaceLaplace.paper(network(torch.float16), "classification", dim=5).fit(loader)
+    means, covariances = la.predict_groups(inputs[: 2 * size].view(2, size, 4))
+    assert means.dtype == covariances.dtype == torch.float32
+    assert torch.allclose(means.flatten(0, 1), la.predict(inputs[: 2 * size]).mean, atol=1e-6)
+    assert la.network_samples(inputs, 2).dtype == torch.float32

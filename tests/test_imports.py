@@ -21,12 +21,16 @@ LAYERS = [
     "options",
     "arguments",
     "metrics",
+    "conformal",
     "evaluation",
     "fitting",
     "former_names",
     "laplace",
     "ood",
+    "active",
+    "plot",
     "sklearn",
+    "botorch",
 ]
 """From the bottom upwards; each is a folder or a single module."""
 

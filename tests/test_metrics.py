@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -451,3 +452,72 @@ def test_arguments_are_neither_changed_nor_differentiated(seed: int, n: int) -> 
     for score in (metrics.nll, metrics.ece, metrics.brier, metrics.accuracy):
         assert isinstance(score(probabilities, targets), float)
     assert torch.equal(probabilities, before)
+
+
+# Rejection and false positives ----------------------------------------------------------------------------------------
+
+
+def test_the_rejection_curve_is_the_mean_error_of_the_most_certain():
+    errors = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    curve = metrics.rejection_curve(errors, torch.tensor([0.9, 0.1, 0.2, 0.3]))
+    assert curve.kept.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert curve.risk.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 2])
+    assert metrics.aurc(errors, torch.tensor([0.9, 0.1, 0.2, 0.3])) == pytest.approx((1 / 3 + 1 / 2) / 4)
+
+
+def test_equal_uncertainties_count_in_the_mean_over_their_orders():
+    generator = torch.Generator().manual_seed(0)
+    errors = torch.rand(6, generator=generator, dtype=torch.float64)
+    uncertainty = torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 2.0])
+    orders = []
+    for first in permutations((1, 2, 3)):
+        for last in permutations((4, 5)):
+            order = errors[[0, *first, *last]]
+            orders.append(order.cumsum(0) / torch.arange(1, 7))
+    assert torch.allclose(metrics.rejection_curve(errors, uncertainty).risk, torch.stack(orders).mean(0))
+    assert metrics.aurc(errors, torch.zeros(6)) == pytest.approx(float(errors.mean()))
+
+
+def test_the_best_order_of_rejection_has_the_least_area():
+    errors = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    best, worst = metrics.aurc(errors, errors), metrics.aurc(errors, -errors)
+    other = metrics.aurc(errors, torch.rand(50, generator=torch.Generator().manual_seed(1)))
+    assert best < other < worst
+
+
+@pytest.mark.parametrize(
+    ("errors", "uncertainty"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(0), torch.zeros(0)),
+        (torch.zeros(2), torch.tensor([0.0, torch.nan])),
+    ],
+)
+def test_a_rejection_curve_of_bad_input_is_refused(errors, uncertainty):
+    with pytest.raises(ValueError, match=r"errors and uncertainty|contains NaN"):
+        metrics.rejection_curve(errors, uncertainty)
+
+
+def test_false_positives_are_counted_at_the_threshold_of_the_recall():
+    positive, negative = torch.arange(1.0, 21.0), torch.tensor([0.0, 1.5, 2.0, 30.0])
+    # 19 of 20 positives are at least 2.
+    assert metrics.fpr_at_recall(positive, negative) == 0.5
+    assert metrics.fpr_at_recall(positive, negative, recall=1.0) == 0.75
+    assert metrics.fpr_at_recall(positive + 100, negative) == 0.0
+
+
+def test_false_positives_agree_with_a_roc_curve():
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    generator = torch.Generator().manual_seed(0)
+    positive = torch.randint(0, 30, (200,), generator=generator).double() + 5
+    negative = torch.randint(0, 30, (300,), generator=generator).double()
+    labels = torch.cat([torch.ones(200), torch.zeros(300)])
+    rates, found, _ = sklearn_metrics.roc_curve(labels, torch.cat([positive, negative]), drop_intermediate=False)
+    expected = min(rate for rate, recall in zip(rates, found, strict=True) if recall >= 0.95)
+    assert metrics.fpr_at_recall(positive, negative) == pytest.approx(expected)
+
+
+def test_a_recall_outside_of_its_range_is_refused():
+    for recall in (0.0, 1.5):
+        with pytest.raises(ValueError, match="recall must lie in"):
+            metrics.fpr_at_recall(torch.ones(2), torch.zeros(2), recall)

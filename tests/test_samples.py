@@ -1,5 +1,7 @@
 """Draws of parameters and functions: their moments, their reproducibility, and that they are one function each."""
 
+import copy
+
 import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, softmax_hessians
@@ -265,3 +267,37 @@ def test_samples_around_parameters_that_have_changed_are_refused():
         la.sample(3)
     with pytest.raises(RuntimeError, match="changed since fit"):
         la.functional_samples(inputs, 3)
+
+
+# Networks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper-cnn", "residual-batch-norm", "keyword-inputs", "tied-weights"])
+def test_drawn_networks_are_those_with_the_drawn_parameters(name):
+    la, inputs = fit(name=name)
+    found = la.network_samples(inputs, 3)
+    with untouched(la.model):
+        la.network_samples(inputs, 2)
+    model = copy.deepcopy(la.model).eval()
+    for draw, outputs in zip(la.sample(3), found, strict=True):
+        torch.nn.utils.vector_to_parameters(draw, [p for p in model.parameters() if p.requires_grad])
+        assert torch.allclose(outputs, dense_outputs(model, inputs), rtol=1e-8, atol=1e-10)
+
+
+def test_drawn_networks_approach_the_linearised_ones_with_a_narrow_prior():
+    la, inputs = fit(prior_precision=1e8)
+    moved = la.network_samples(inputs, 5) - dense_outputs(la.model, inputs)
+    linear = la.functional_samples(inputs, 5) - dense_outputs(la.model, inputs)
+    assert (moved - linear).abs().max() < 1e-3 * linear.abs().max()
+
+
+def test_drawn_networks_can_be_differentiated_and_take_loaders():
+    la, inputs = fit()
+    x = inputs.clone().requires_grad_()
+    la.network_samples(x, 2).sum().backward()
+    assert x.grad is not None and x.grad.abs().max() > 0
+    assert not la.network_samples(inputs, 2).requires_grad
+    parts = la.network_samples([inputs[:3], inputs[3:]], 2, torch.Generator().manual_seed(4))
+    assert torch.allclose(parts, la.network_samples(inputs, 2, torch.Generator().manual_seed(4)))
+    with pytest.raises(ValueError, match="x is empty"):
+        la.network_samples([], 2)

@@ -38,12 +38,15 @@ class Judged:
         curve: for classification the mean confidence and the accuracy per bin; for regression the level of intervals
             and their coverage.
         counts: for classification the number of inputs in each bin; None where every point stands for all inputs.
+        rejection: the error of the predictions that are kept, if the most uncertain are rejected. For classification
+            the share of wrong classes by 1 − the largest probability; for regression the squared error by the variance.
     """
 
     scores: dict[str, float]
     log_densities: Tensor = field(repr=False)
     curve: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     counts: Tensor | None = field(default=None, repr=False)
+    rejection: metrics.RejectionCurve | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,12 +95,7 @@ class Evaluation:
         """
         if self.posterior.curve is None:
             raise ValueError("This likelihood has neither classes nor intervals, so there is no calibration to draw.")
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("Pictures need matplotlib: pip install 'sublaplace[plot]'.") from error
-        if axes is None:
-            _, axes = plt.subplots(figsize=(4.5, 4.2), layout="constrained")
+        axes = given_or_new(axes)
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="calibrated")
         for name, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
             if judged.curve is not None:
@@ -115,6 +113,43 @@ class Evaluation:
         axes.legend(loc="lower right", title=title, title_fontsize="small")
         return axes
 
+    def plot_rejection(self, axes: Any = None) -> Any:
+        """Draw the error of the kept predictions against their share, for both, and return the axes.
+
+        The legend holds the area under each curve (AURC); smaller is better.
+
+        Args:
+            axes: matplotlib axes to draw into; None: new ones.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        if self.posterior.rejection is None:
+            raise ValueError("This likelihood has neither classes nor intervals, so there are no errors to draw.")
+        axes = given_or_new(axes)
+        for name, judged, color in (("plain network", self.plain, "C1"), ("posterior", self.posterior, "C0")):
+            if judged.rejection is not None:
+                kept, risk = judged.rejection.kept, judged.rejection.risk
+                axes.plot(kept.tolist(), risk.tolist(), color=color, label=f"{name}, AURC {float(risk.mean()):.3g}")
+        classes = "accuracy" in self.plain.scores
+        axes.set(xlabel="share of predictions that are kept", xlim=(0, 1), ylim=(0, None))
+        axes.set_ylabel("share of wrong classes among them" if classes else "their mean squared error")
+        axes.legend(loc="best")
+        return axes
+
+
+def given_or_new(axes: Any, size: tuple[float, float] = (4.5, 4.2)) -> Any:
+    """Return the axes, or new ones in a figure of this size.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'sublaplace[plot]'.") from error
+    return plt.subplots(figsize=size, layout="constrained")[1] if axes is None else axes
+
 
 def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
     """Score probabilities (n, C) of classes."""
@@ -126,7 +161,10 @@ def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor
         "ece": metrics.ece(probabilities, targets),
         "brier": metrics.brier(probabilities, targets),
     }
-    return Judged(scores, log_densities, (bins.confidence[filled], bins.accuracy[filled]), bins.count[filled])
+    confidence, top = probabilities.max(1)
+    rejection = metrics.rejection_curve((top != targets).double(), 1 - confidence.double())
+    curve = bins.confidence[filled], bins.accuracy[filled]
+    return Judged(scores, log_densities, curve, bins.count[filled], rejection)
 
 
 def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
@@ -139,4 +177,6 @@ def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities
         "crps": metrics.crps(mean, variance, targets),
         "coverage": inside[LEVELS.index(0.9)],
     }
-    return Judged(scores, log_densities, (torch.tensor(LEVELS, device="cpu"), torch.tensor(inside, device="cpu")))
+    curve = torch.tensor(LEVELS, device="cpu"), torch.tensor(inside, device="cpu")
+    rejection = metrics.rejection_curve((targets - mean).double().square().mean(1), variance.double().sum(1))
+    return Judged(scores, log_densities, curve, rejection=rejection)

@@ -303,16 +303,84 @@ def auroc(scores_positive: Tensor, scores_negative: Tensor) -> float:
     Raises:
         ValueError: if a set of scores is empty, not a vector or contains NaN.
     """
-    for name, scores in (("scores_positive", scores_positive), ("scores_negative", scores_negative)):
-        if scores.ndim != 1 or len(scores) == 0:
-            raise ValueError(f"{name} must be a non-empty vector, not of shape {tuple(scores.shape)}")
-        if scores.isnan().any():
-            raise ValueError(f"{name} contains NaN")
-    positive = _double(scores_positive)
-    negative = _double(scores_negative).sort().values
+    positive = _scores("scores_positive", scores_positive)
+    negative = _scores("scores_negative", scores_negative).sort().values
     below = torch.searchsorted(negative, positive)
     not_above = torch.searchsorted(negative, positive, right=True)
     return 0.5 * (below + not_above).double().mean().item() / len(negative)
+
+
+def fpr_at_recall(scores_positive: Tensor, scores_negative: Tensor, recall: float = 0.95) -> float:
+    """Return the false positive rate at the threshold that finds a share of the positives; FPR95 by default.
+
+    The threshold is the largest score t with P(s⁺ ≥ t) ≥ recall, and the rate is P(s⁻ ≥ t). Cost: O(n log n).
+
+    Args:
+        scores_positive: s⁺, a vector, such as scores of out-of-distribution inputs.
+        scores_negative: s⁻, a vector.
+        recall: the share of positives that must be found, in (0, 1].
+
+    Raises:
+        ValueError: if a set of scores is empty, not a vector or contains NaN.
+    """
+    if not 0 < recall <= 1:
+        raise ValueError(f"recall must lie in (0, 1], not {recall}")
+    positive, negative = _scores("scores_positive", scores_positive), _scores("scores_negative", scores_negative)
+    found = math.ceil(recall * len(positive) - 1e-9)  # 0.95 · 20 is a little more than 19 in floating point
+    threshold = positive.sort(descending=True).values[found - 1]
+    return (negative >= threshold).double().mean().item()
+
+
+@dataclass(frozen=True, eq=False)
+class RejectionCurve:
+    """The mean error of the predictions that are kept, if the most uncertain ones are rejected; both (n,)."""
+
+    kept: Tensor
+    """Share of predictions that are kept: 1/n, 2/n, …, 1."""
+    risk: Tensor
+    """Mean error of the kept ones, those with the least uncertainty."""
+
+
+def rejection_curve(errors: Tensor, uncertainty: Tensor) -> RejectionCurve:
+    """Return the mean error of the k most certain predictions, for every k.
+
+    Predictions of equal uncertainty count in the mean over their orders. Cost: O(n log n).
+
+    Args:
+        errors: (n,), such as 1 for a wrong class and 0 for a right one, or squared residuals.
+        uncertainty: (n,), such as 1 − the largest probability, the entropy or a variance.
+
+    Raises:
+        ValueError: if shapes differ, or a value is not finite.
+    """
+    if errors.ndim != 1 or errors.shape != uncertainty.shape or not len(errors):
+        raise ValueError(
+            "errors and uncertainty must be non-empty vectors of one length, not "
+            f"{tuple(errors.shape)} and {tuple(uncertainty.shape)}"
+        )
+    values, order = _finite("uncertainty", uncertainty).sort()
+    ordered = _finite("errors", errors.double())[order]
+    _, group, sizes = torch.unique_consecutive(values, return_inverse=True, return_counts=True)
+    means = torch.zeros(len(sizes), dtype=torch.float64, device=ordered.device).index_add_(0, group, ordered) / sizes
+    count = torch.arange(1, len(ordered) + 1, dtype=torch.float64, device=ordered.device)
+    return RejectionCurve(count / len(ordered), means[group].cumsum(0) / count)
+
+
+def aurc(errors: Tensor, uncertainty: Tensor) -> float:
+    """Return the area under the risk–coverage curve, the mean of `rejection_curve` over all shares; smaller is better.
+
+    Arguments as of `rejection_curve`. Cost: O(n log n).
+    """
+    return rejection_curve(errors, uncertainty).risk.mean().item()
+
+
+def _scores(name: str, scores: Tensor) -> Tensor:
+    """Return a checked vector of scores in float64; infinite ones are allowed."""
+    if scores.ndim != 1 or len(scores) == 0:
+        raise ValueError(f"{name} must be a non-empty vector, not of shape {tuple(scores.shape)}")
+    if scores.isnan().any():
+        raise ValueError(f"{name} contains NaN")
+    return _double(scores)
 
 
 def _chi_square_quantile(level: float, degrees: int) -> float:

@@ -281,7 +281,8 @@ class KroneckerPart:
         a, g = block.rotated(self.input_vectors, self._output_basis())
         squares = a.square().transpose(0, 1)  # (G, n, I)
         weights = (squares @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
-        return (g * weights.sqrt().unsqueeze(1)).flatten(2)
+        smallest = torch.finfo(weights.dtype).tiny  # where a = 0, the root would have no derivative
+        return (g * weights.clamp_min(smallest).sqrt().unsqueeze(1)).flatten(2)
 
     def _head_weights(self, block: HeadBlock, prior: float) -> Tensor:
         """Return w_c = Σ_j (Q_Aᵀa)_j² / (a_j b_c + λ), so that the covariance is Q_B diag(w) Q_Bᵀ: (n, C)."""

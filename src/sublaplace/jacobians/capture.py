@@ -86,6 +86,8 @@ class Capture(TorchFunctionMode):
             It halves the time of their backward passes on a CPU.
         wanted: the parameters whose gradients will be asked for. Calls before the first of them stay out of the
             autograd graph, so that backward passes end there.
+        keeps_graph: whether the inputs of the calls stay in the autograd graph, so that a Jacobian made of them can be
+            differentiated with respect to the network's inputs.
     """
 
     parameters: Mapping[int, str]
@@ -94,6 +96,7 @@ class Capture(TorchFunctionMode):
     keep_outputs: bool = False
     channels_last: bool = False
     wanted: Wanted = ROWS
+    keeps_graph: bool = False
     calls: list[Call] = field(default_factory=list)
     unusual: dict[str, str] = field(default_factory=dict)  # parameter → the function that used it
     last_linear: tuple[str, ...] = ()  # the parameters of the last linear call; empty if they are frozen
@@ -154,7 +157,7 @@ class Capture(TorchFunctionMode):
             Call(
                 function=function,
                 names=names,
-                source=source.detach(),
+                source=source if self.keeps_graph else source.detach(),
                 origin=source if source.requires_grad else None,
                 output_shape=output.shape,
                 output=output.detach().clone() if self.keep_outputs else None,

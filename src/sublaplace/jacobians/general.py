@@ -19,6 +19,7 @@ def general_rows(
     inputs: Inputs,
     cotangents: Tensor,
     batched: bool,
+    keeps_graph: bool = False,
 ) -> dict[str, Tensor]:
     """Return ∂(uᵀf(x_n))/∂θ for u = cotangents[n, k]: (n, K, size) for each of `parameters`.
 
@@ -30,9 +31,14 @@ def general_rows(
         cotangents: directions in the outputs, (n, K, C).
         batched: whether one vectorised pass (`torch.func`) handles all inputs. Otherwise, inputs run one at a time,
             which works for any module and costs n·K small backward passes.
+        keeps_graph: whether the rows can be differentiated with respect to the inputs.
     """
-    rows = _vectorised_rows if batched else _single_rows
-    return rows(model, forward, parameters, inputs, cotangents)
+    if batched:
+        rows = _vectorised_rows(model, forward, parameters, inputs, cotangents)
+        return rows if keeps_graph else {name: value.detach() for name, value in rows.items()}
+    if keeps_graph:
+        return _single_rows_with_graph(model, forward, parameters, inputs, cotangents)
+    return _single_rows(model, forward, parameters, inputs, cotangents)
 
 
 def _vectorised_rows(
@@ -101,3 +107,28 @@ def _single_rows(
         for p in parameters.values():
             p.requires_grad_(False)
     return rows
+
+
+def _single_rows_with_graph(
+    model: nn.Module,
+    forward: Forward,
+    parameters: dict[str, nn.Parameter],
+    inputs: Inputs,
+    cotangents: Tensor,
+) -> dict[str, Tensor]:
+    """Return the rows with their graph; stand-ins of the parameters keep gradients away from the user's model."""
+    n, K, _ = cotangents.shape
+    wrapped = CallWith(model, forward)
+    stand_ins = {f"model.{name}": p.detach().requires_grad_() for name, p in parameters.items()}
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    with torch.enable_grad():
+        for i in range(n):
+            single = tree_map(lambda t, i=i: t[i : i + 1] if isinstance(t, Tensor) else t, inputs)
+            output = functional_call(wrapped, stand_ins, (single,))[0]
+            for k in range(K):
+                found = torch.autograd.grad(
+                    output, list(stand_ins.values()), cotangents[i, k], create_graph=True, materialize_grads=True
+                )
+                for name, gradient in zip(parameters, found, strict=True):
+                    rows[name].append(gradient.flatten())
+        return {name: torch.stack(parts).unflatten(0, (n, K)) for name, parts in rows.items()}

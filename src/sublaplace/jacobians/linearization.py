@@ -3,12 +3,13 @@
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
@@ -57,8 +58,10 @@ class Linearization:
         self.policy = chunks or ChunkPolicy()
         self.scratch_folder = scratch_folder
         self.units = units
+        self.keeps_graph = False  # whether Jacobians can be differentiated with respect to the inputs
         self.passes = 0  # number of backward passes so far, counted per input
         self.forward_passes = 0  # number of Jacobian–vector products so far, counted per input
+        self._grouped: dict[int, Linearization] = {}
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
@@ -108,7 +111,7 @@ class Linearization:
 
     def to_device(self, inputs: Any) -> Any:
         """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
-        return self.network.to_device(inputs)
+        return self.network.to_device(inputs, self.keeps_graph)
 
     def outputs(self, inputs: Any) -> Tensor:
         """Return f(x) without an autograd graph: (n, C)."""
@@ -140,7 +143,7 @@ class Linearization:
     def _by_features(self, inputs: Any, wanted: Wanted) -> Jacobian | None:
         with self.borrowed():
             plan, capture, outputs = self._captured(self.to_device(inputs), wanted)
-            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted)
+            run = ForwardPass.of_features(self.network, plan, capture, outputs, wanted, self.keeps_graph)
             if run is None:
                 return None
             self.passes += run.num_passes
@@ -187,7 +190,34 @@ class Linearization:
         """Return the same network with parameters in other units; what was learned about it is shared."""
         other = copy.copy(self)
         other.units = units
+        other._grouped = {}
         return other
+
+    def differentiable(self) -> "Linearization":
+        """Return the same network with Jacobians that can be differentiated with respect to the inputs.
+
+        Activations and gradients of every call stay in the autograd graph. Rows come from backward passes alone.
+        """
+        other = copy.copy(self)
+        other.keeps_graph = True
+        return other
+
+    def grouped(self, size: int) -> "Linearization":
+        """Return the network that maps groups of inputs, (b, size, …), to the outputs of all of them, (b, size·C).
+
+        The covariance of a group's outputs is then one of a single input. Cost: size·C rows per group.
+        """
+        if size not in self._grouped:
+            forward = self.forward
+
+            def of_groups(model: nn.Module, groups: Tensor) -> Tensor:
+                return forward(model, groups.flatten(0, 1)).reshape(len(groups), -1)
+
+            self._grouped[size] = Linearization(
+                self.model, of_groups, self.policy, scratch_folder=self.scratch_folder, units=self.units
+            )
+        made = self._grouped[size]
+        return made.differentiable() if self.keeps_graph else made
 
     def flat_parameters(self) -> Tensor:
         """Return θ̂ in these units, as one vector: (p,)."""
@@ -303,7 +333,7 @@ class Linearization:
         The first answer for a network that prefers forward mode compares both ways on three of the inputs.
         """
         plan = self._plan(inputs)
-        if wanted.products is None or plan.forward_mode is False:
+        if self.keeps_graph or wanted.products is None or plan.forward_mode is False:
             return False
         sizes = plan.sizes(wanted)
         if cost_forward(sizes, wanted) >= cost_by_rows(sizes, self._num_parameters(wanted), rows, wanted):
@@ -411,19 +441,29 @@ class Linearization:
     def _captured(self, inputs: Any, wanted: Wanted = ROWS) -> tuple[Plan, Capture, Tensor]:
         """Run one forward pass and record its calls; an unknown sequence of calls is probed first."""
         plan = self._current
+        if self.keeps_graph:
+            wanted = ROWS  # outputs depend on the inputs through all calls
         for _ in range(3):
-            with torch.enable_grad():
+            # Fused attention has no second derivative.
+            kernels = sdpa_kernel(SDPBackend.MATH) if self.keeps_graph else nullcontext()
+            with torch.enable_grad(), kernels:
                 expand = plan.expand if plan else frozenset()
-                capture, outputs = self.network.watched(inputs, expand=expand, wanted=wanted)
+                capture, outputs = self.network.watched(
+                    inputs, expand=expand, wanted=wanted, keeps_graph=self.keeps_graph
+                )
             known = self._plans.get(signature(capture.calls))
             if known is None:
-                plan = probed(self.network, inputs, self._jacobian_of)
+                plan = probed(self.network, self.network.to_device(inputs), self._jacobian_of)
                 self._plans[plan.signature] = plan
                 continue
             if plan is None or known.expand != plan.expand:
                 plan = known
                 continue
             plan = known
+            missed = capture.unusual.keys() - plan.general.keys()
+            if missed:  # in a branch that no probed input took
+                plan.general |= {name: capture.unusual[name] for name in missed}
+                plan.general_batched = False
             plan.measure(capture.calls, num_inputs(inputs))
             self._current = plan
             return plan, capture, outputs
@@ -440,6 +480,6 @@ class Linearization:
         with self.borrowed():
             inputs = self.to_device(inputs)
             plan, capture, outputs = self._captured(inputs, wanted)
-            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted)
+            run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted, self.keeps_graph)
             self.passes += run.num_passes
         return run

@@ -69,14 +69,21 @@ class Network:
                 self._borrower = None
                 _end_captures()
 
-    def to_device(self, inputs: Any) -> Any:
-        """Move inputs to the model's device, and convert half-precision inputs to the model's dtype."""
+    def to_device(self, inputs: Any, keeps_graph: bool = False) -> Any:
+        """Move inputs to the model's device, and convert half-precision inputs to the model's dtype.
+
+        Args:
+            inputs: the batch.
+            keeps_graph: whether inputs that require grad stay in their autograd graph.
+        """
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             leaf = leaf.to(self.device, self.dtype if leaf.dtype in HALF_PRECISIONS else leaf.dtype)
-            return leaf.clone() if leaf.is_inference() else leaf.detach()
+            if leaf.is_inference():
+                return leaf.clone()
+            return leaf if keeps_graph else leaf.detach()
 
         return tree_map(move, plain(inputs))
 

@@ -49,6 +49,7 @@ class ForwardPass:
     calls: list[tuple[Call, BatchAxis, Tensor]]  # with the call's input, batch dimension first
     general: dict[str, Tensor]  # rows from the general path: (n, K, size)
     every_output: bool  # whether there is one row per output, in their order
+    keeps_graph: bool = False  # whether rows can be differentiated with respect to the inputs
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class ForwardPass:
         outputs: Tensor,
         cotangents: Cotangents | None,
         wanted: Wanted = ROWS,
+        keeps_graph: bool = False,
     ) -> "ForwardPass":
         """Prepare the backward passes for `cotangents`; None: one per output."""
         n, C = outputs.shape
@@ -72,9 +74,10 @@ class ForwardPass:
         chosen = {name: network.parameters[name] for name in plan.general if wanted.includes((name,))}
         general = {}
         if chosen:
-            general = general_rows(network.model, network.forward, chosen, inputs, cotangents, plan.general_batched)
+            batched = plan.general_batched
+            general = general_rows(network.model, network.forward, chosen, inputs, cotangents, batched, keeps_graph)
         calls = _with_sources(zip(capture.calls, plan.axes, strict=True), plan, wanted, n)
-        return cls(network.layout, outputs, cotangents, calls, general, every_output)
+        return cls(network.layout, outputs, cotangents, calls, general, every_output, keeps_graph)
 
     def _is_last(self, call: Call) -> bool:
         """Return whether the output of a call is the output of the network."""
@@ -89,7 +92,13 @@ class ForwardPass:
 
     @classmethod
     def of_features(
-        cls, network: Network, plan: Plan, capture: Capture, outputs: Tensor, wanted: Wanted
+        cls,
+        network: Network,
+        plan: Plan,
+        capture: Capture,
+        outputs: Tensor,
+        wanted: Wanted,
+        keeps_graph: bool = False,
     ) -> "FeaturePass | None":
         """Prepare F backward passes for the rows of all outputs; None if the network has no such form.
 
@@ -106,10 +115,11 @@ class ForwardPass:
         W = W if W.shape == (outputs.shape[1], features) and last.function == "linear" else W.T
         units = torch.eye(features, dtype=outputs.dtype, device=outputs.device).expand(n, features, features)
         calls = _with_sources(zip(capture.calls[:-1], plan.axes[:-1], strict=True), plan, wanted, n)
-        body = cls(network.layout, last.origin, units, calls, {}, False)
+        body = cls(network.layout, last.origin, units, calls, {}, False, keeps_graph)
         axis = plan.axes[-1]
         assert axis is not None
-        head = cls(network.layout, outputs, units[:, :0, :1], [(last, axis, axis.in_front(last.source, n))], {}, True)
+        last_calls = [(last, axis, axis.in_front(last.source, n))]
+        head = cls(network.layout, outputs, units[:, :0, :1], last_calls, {}, True, keeps_graph)
         return FeaturePass(body, head, W, wanted)
 
     @property
@@ -121,7 +131,12 @@ class ForwardPass:
         """Run one backward pass for each of the rows and return their Jacobian."""
         blocks = self._blocks(rows)
         ordered = {name: blocks[name] for name in self.layout.names if name in blocks}
-        return Jacobian(self.layout, ordered, self.outputs.detach(), len(rows), repeats_inputs=rows.start > 0)
+        return Jacobian(self.layout, ordered, self.values, len(rows), repeats_inputs=rows.start > 0)
+
+    @property
+    def values(self) -> Tensor:
+        """The outputs, without their graph unless it is kept."""
+        return self.outputs if self.keeps_graph else self.outputs.detach()
 
     def _blocks(self, rows: range) -> dict[str, Block]:
         gathered: list[list[Tensor]] = [[] for _ in self.calls]
@@ -129,9 +144,9 @@ class ForwardPass:
             for parts, gradient in zip(gathered, self._gradients(k), strict=True):
                 parts.append(gradient)
         found: dict[str, list[Block]] = {
-            name: [RowBlock(value[:, rows.start : rows.stop].detach())] for name, value in self.general.items()
+            name: [RowBlock(value[:, rows.start : rows.stop])] for name, value in self.general.items()
         }
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.keeps_graph):
             for (call, axis, source), parts in zip(self.calls, gathered, strict=True):
                 in_front = tuple(axis.in_front(gradient, len(self.outputs)) for gradient in parts)
                 for name, build in call.builders:
@@ -159,7 +174,8 @@ class ForwardPass:
                         self.outputs,
                         edges,
                         self.cotangents[:, k],
-                        retain_graph=k + 1 < self.num_rows,
+                        retain_graph=self.keeps_graph or k + 1 < self.num_rows,
+                        create_graph=self.keeps_graph,
                         allow_unused=True,
                     )
                 )
@@ -227,4 +243,4 @@ class FeaturePass:
             if self.wanted.includes((name,)) and isinstance(block, OuterBlock):
                 found.setdefault(name, []).append(HeadBlock.of(block))
         blocks = {name: summed(found[name]) for name in self.body.layout.names if name in found}
-        return Jacobian(self.body.layout, blocks, self.head.outputs.detach(), C)
+        return Jacobian(self.body.layout, blocks, self.head.values, C)

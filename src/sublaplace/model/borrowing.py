@@ -84,14 +84,22 @@ def claimed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Switch off a user's autocast and inference mode, in which sums would be rounded or gradients missing."""
+    """Switch off a user's autocast and inference mode, in which sums would be rounded or gradients missing.
+
+    Gradients stay disabled if they are: without inference mode, torch would enable them.
+    """
+    gradients = torch.is_grad_enabled()
     if not torch.amp.is_autocast_available(device.type):
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             yield
         return
     before = torch.is_autocast_enabled(device.type)
     try:
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(gradients),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         if torch.is_autocast_enabled(device.type) != before:  # after an interrupt in torch's own code

@@ -17,7 +17,12 @@ from sublaplace.runtime import memory
 MIB = 2**20
 BUDGET = 96 * MIB
 SMALL = 24 * MIB  # what the libraries themselves take when first used
-MODULES = [importlib.import_module(info.name) for info in pkgutil.walk_packages(sublaplace.__path__, "sublaplace.")]
+NEEDS_EXTRA = {"sublaplace.botorch"}  # and makes no estimates of its own
+MODULES = [
+    importlib.import_module(info.name)
+    for info in pkgutil.walk_packages(sublaplace.__path__, "sublaplace.")
+    if info.name not in NEEDS_EXTRA
+]
 CLEAR = Path("/proc/self/clear_refs")
 
 

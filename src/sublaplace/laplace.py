@@ -921,7 +921,7 @@ class SubspaceLaplace:
 
     @_with_model
     def network_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return the outputs of networks drawn from the posterior, without linearisation: (count, n, C), or (count, n, …).
+        """Return the outputs of networks drawn from the posterior, without linearisation: (count, n, C).
 
         Their parameters are those of `sample`, so that draw k belongs to draw k of `functional_samples`. The Laplace
         approximation belongs to the linearised network, so `functional_samples` is usually the better choice.

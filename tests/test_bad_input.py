@@ -863,7 +863,9 @@ def test_outputs_with_positions_are_refused_with_the_ways_to_go_on(name):
 
     model = Positions()
     data = [(torch.randn(8, 3), torch.arange(8) % 3)]
-    with pytest.raises(ValueError, match=r"it returned \(.*Three ways to go on: .*one position.*of its own.*flattened"):
+    with pytest.raises(
+        ValueError, match=r"it returned \(.*Three ways to go on: .*class_dim=1.*one position.*of its own"
+    ):
         SubspaceLaplace(model, "classification").fit(data)
 
 

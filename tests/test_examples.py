@@ -11,7 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import active_learning
 import huggingface_lora
+import next_token
 import out_of_distribution
+import segmentation
 import sklearn_comparison
 
 
@@ -76,3 +78,36 @@ def test_the_example_of_bayesian_optimisation_runs_every_method(tmp_path):
     assert len({values[0][0] for values in regrets.values()}) == 1  # all methods start from the same points
     bayesian_optimisation.drawn({"Branin": regrets}, str(tmp_path / "regret.png"))
     assert (tmp_path / "regret.png").stat().st_size > 5_000
+
+
+def test_the_segmentation_example_knows_borders_and_draws(tmp_path):
+    train, other = segmentation.pictures(12, seed=0), segmentation.pictures(12, seed=1)
+    network = segmentation.trained_network(train, epochs=2)
+    assert sum(parameter.numel() for parameter in network.parameters()) == 4_083
+    la = segmentation.fitted(network, train, other, dim=3)
+    assert la(other[0]).shape == (12, 3, 28, 28)
+    unseen = segmentation.pictures(3, seed=2, shapes=("triangle",))
+    assert not unseen[1].any()
+    found = segmentation.mean_information(la, other, unseen)
+    assert min(found.values()) >= 0 and len(found) == 4
+    squares = torch.zeros(1, 28, 28, dtype=torch.long)
+    squares[0, 5:10, 5:10] = 2
+    assert int(segmentation.at_borders(squares).sum()) == 7 * 7 - 3 * 3
+    segmentation.draw(la, other, unseen, tmp_path / "pictures.png")
+    assert (tmp_path / "pictures.png").stat().st_size > 10_000
+
+
+def test_the_example_of_next_tokens_predicts_words(capsys, monkeypatch):
+    monkeypatch.setattr(next_token, "VOCABULARY", 300)
+    words, sequences = next_token.text_of("the cat saw the dog, and the dog saw the cat. " * 12)
+    assert words[0] == "the" and sequences.shape[1] == 17
+    network = next_token.trained_network(sequences, epochs=2, width=8)
+    la = next_token.fitted(network, sequences[:8], sequences[-12:], dim=3)
+    next_token.show(la, words, sequences[:1])
+    assert capsys.readouterr().out.count("; true: ") == 4
+    assert set(next_token.mean_information(la, sequences[:2], len(words))) == {
+        "held-out text",
+        "words in random order",
+        "unused tokens",
+    }
+    assert 0.1 < next_token.peak_gigabytes() < 100

@@ -27,9 +27,14 @@ def bald(laplace: SubspaceLaplace, pool: Any, count: int) -> Tensor:
         count: how many.
 
     Raises:
-        ValueError: if the pool holds fewer inputs.
+        ValueError: if the pool holds fewer inputs, or outputs have positions.
     """
     information = laplace.predict(pool).mutual_information
+    if information.ndim > 1:
+        raise ValueError(
+            "bald scores inputs, but these outputs have positions. Choose positions, or inputs by a mean over them, "
+            "from predict(pool).mutual_information."
+        )
     return information.topk(_checked(count, len(information))).indices
 
 

@@ -103,6 +103,11 @@ _ONE_SIGMA = 0.682689492137085897  # P(|z| ≤ 1)
 def _class_probabilities(prediction: Prediction) -> Tensor:
     """Return probabilities of classes in float64, or raise ValueError for anything else."""
     probabilities = prediction.probabilities.double()  # raises for regression
+    if prediction.layout is not None:
+        raise ValueError(
+            "Sets of classes are for one prediction per input. The positions of an input are not exchangeable, so that "
+            "no coverage could be guaranteed for them."
+        )
     if ((probabilities.sum(1) - 1).abs() > 1e-4).any():
         raise ValueError("Sets of classes need probabilities that sum to one; yes/no outputs are not classes.")
     return probabilities

@@ -55,14 +55,23 @@ class Evaluation:
 
     plain: Judged
     posterior: Judged
-    num_inputs: int
+    num_inputs: int  # or positions of inputs, if there are several
+    owners: Tensor | None = None  # the input that each position belongs to: (n,); None: every input has one
 
     @property
     def gain(self) -> tuple[float, float]:
-        """The decrease of the NLL by the posterior, and its standard error."""
+        """The decrease of the NLL by the posterior, and its standard error, in which inputs are independent."""
         difference = self.posterior.log_densities - self.plain.log_densities
-        spread = float(difference.std(correction=1)) if len(difference) > 1 else float("nan")
-        return float(difference.mean()), spread / sqrt(len(difference))
+        mean, count = float(difference.mean()), len(difference)
+        if self.owners is None:
+            spread = float(difference.std(correction=1)) if count > 1 else float("nan")
+            return mean, spread / sqrt(count)
+        _, places = torch.unique(self.owners, return_inverse=True)
+        sums = torch.zeros(int(places.max()) + 1, dtype=difference.dtype, device=difference.device)
+        sums.index_add_(0, places, difference - mean)
+        inputs = len(sums)
+        spread = sqrt(float(sums.square().sum()) * inputs / (inputs - 1)) if inputs > 1 else float("nan")
+        return mean, spread / count
 
     def __repr__(self) -> str:
         names = list(self.plain.scores)
@@ -79,7 +88,8 @@ class Evaluation:
         ]
         gain, error = self.gain
         verdict = "better" if gain > 2 * error else "worse" if gain < -2 * error else "no clear difference"
-        lines.append(f"NLL {-gain:+.4f} ± {error:.4f} on {self.num_inputs:,} inputs: {verdict}")
+        scored = f"{self.num_inputs:,} {'inputs' if self.owners is None else 'positions'}"
+        lines.append(f"NLL {-gain:+.4f} ± {error:.4f} on {scored}: {verdict}")
         return "\n".join(lines)
 
     def plot(self, axes: Any = None) -> Any:
@@ -151,20 +161,49 @@ def given_or_new(axes: Any, size: tuple[float, float] = (4.5, 4.2)) -> Any:
     return plt.subplots(figsize=size, layout="constrained")[1] if axes is None else axes
 
 
-def judged_classes(probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:
-    """Score probabilities (n, C) of classes."""
-    bins = metrics.reliability_bins(probabilities, targets)
-    filled = bins.count > 0
+@dataclass(frozen=True)
+class ClassPart:
+    """What scores need to know of a part of the data: everything but its probabilities (n, C)."""
+
+    log_densities: Tensor  # (n,)
+    bins: metrics.ReliabilityBins
+    brier: float
+    wrong: Tensor  # 1 where the most probable class is not the target, (n,) in float64
+    uncertainty: Tensor  # 1 less the probability of that class, (n,) in float64
+
+    @classmethod
+    def of(cls, probabilities: Tensor, targets: Tensor, log_densities: Tensor) -> "ClassPart":
+        """Score probabilities (n, C) of classes."""
+        bins = metrics.reliability_bins(probabilities, targets)
+        confidence, top = probabilities.max(1)
+        wrong = (top != targets).double()
+        return cls(log_densities, bins, metrics.brier(probabilities, targets), wrong, 1 - confidence.double())
+
+    @property
+    def count(self) -> int:
+        """The number of predictions."""
+        return int(self.bins.count.sum())
+
+
+def judged_classes(parts: list[ClassPart]) -> Judged:
+    """Score classes, from the parts of the data."""
+    count = torch.stack([part.bins.count for part in parts]).sum(0)
+    # Empty bins are NaN.
+    confidence, accuracy = (
+        torch.stack([(getattr(part.bins, name) * part.bins.count).nan_to_num() for part in parts]).sum(0)
+        for name in ("confidence", "accuracy")
+    )
+    total, filled, log_densities = int(count.sum()), count > 0, torch.cat([part.log_densities for part in parts])
     scores = {
         "nll": -float(log_densities.mean()),
-        "accuracy": metrics.accuracy(probabilities, targets),
-        "ece": metrics.ece(probabilities, targets),
-        "brier": metrics.brier(probabilities, targets),
+        "accuracy": float(accuracy.sum()) / total,
+        "ece": float((accuracy - confidence).abs().sum()) / total,
+        "brier": sum(part.brier * part.count for part in parts) / total,
     }
-    confidence, top = probabilities.max(1)
-    rejection = metrics.rejection_curve((top != targets).double(), 1 - confidence.double())
-    curve = bins.confidence[filled], bins.accuracy[filled]
-    return Judged(scores, log_densities, curve, bins.count[filled], rejection)
+    uncertainty = torch.cat([part.uncertainty for part in parts])
+    rejection = metrics.rejection_curve(torch.cat([part.wrong for part in parts]), uncertainty)
+    curve = ((confidence / count)[filled], (accuracy / count)[filled])
+    return Judged(scores, log_densities, curve, count[filled], rejection)
 
 
 def judged_values(mean: Tensor, variance: Tensor, targets: Tensor, log_densities: Tensor) -> Judged:

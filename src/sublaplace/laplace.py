@@ -27,6 +27,7 @@ from sublaplace.fitting.saving import arguments_from, complete, fitted_from, sto
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
 from sublaplace.fitting.validation import check_first_batch
 from sublaplace.former_names import refuse_arguments, refuse_member
+from sublaplace.jacobians.forward import ChosenOutputs
 from sublaplace.jacobians.general import CallWith
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
@@ -40,6 +41,7 @@ from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
 from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
 from sublaplace.model.linalg import diagonal_blocks
+from sublaplace.model.output_layout import OutputLayout
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.model.prediction import Prediction
 from sublaplace.options import Captured, Complement, Resources
@@ -75,17 +77,19 @@ class SubspaceLaplace:
     """The Laplace approximation of a trained network, exact in a subspace of its parameters.
 
     Args:
-        model: any module that maps a batch to (n, C); trained; left as it is. Devices and dtypes follow it. A
-            half-precision model is copied to float32, with a warning.
+        model: any module that maps a batch to (n, C), or to outputs with positions, (n, …); trained; left as it is.
+            Devices and dtypes follow it. A half-precision model is copied to float32, with a warning.
         likelihood: "classification", "regression", "binary", "multi-label", or a likelihood object such as
-            ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``.
+            ``Gaussian(0.1)`` (σ given), ``Gaussian("per-output")`` or ``Categorical(ignore_index=-100)``. Classes at
+            every position need ``Categorical(class_dim=…)``.
         dim: s, the dimension of the subspace, or ``Captured(0.5, at_most=500)``: the smallest that guarantees this
             share of the full approximation's trace. None: 100. A smaller rank of P limits s, and `summary` says so.
         projector: a name from `PROJECTORS`, "full", or a function from a `ProjectorContext` to a `Projection`. None,
             with a complement: no subspace.
         complement: what the posterior is outside of the subspace: None (nothing, as in the paper), "kfac" or
             "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``. "auto": KFAC around a low-rank
-            subspace, with a fitted weight for regression and weight 1 otherwise; None around other subspaces.
+            subspace, with a fitted weight for regression and weight 1 otherwise; None around other subspaces, and
+            for outputs with positions.
         prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "evidence": the λ that maximises the evidence of the KFAC
             approximation, found before P is built. "auto": the evidence for regression, leave-one-out of the linearised
             network for classification; then tuned on validation data, if there are any.
@@ -194,6 +198,7 @@ class SubspaceLaplace:
         """Build P and the posterior from the training data, and return self.
 
         A batch may hold sample weights as well, (inputs, targets, weights): weight 2 counts like the input given twice.
+        For outputs with positions, weights or a mask may have the targets' shape.
         The data are read a few times: once to look at them, once or twice for the curvature. If anything fails, the
         model and this object are as before.
 
@@ -213,7 +218,7 @@ class SubspaceLaplace:
             MemoryError: before an allocation that cannot fit.
         """
         loader = shared_out(self._checked_loader(train_loader), sharded)
-        options = self._resolved
+        options = self._options
         with claimed(self.model), full_precision(next(self.model.parameters()).device):
             if val_loader is not None:
                 self._require_other_data(train_loader, val_loader)
@@ -226,6 +231,7 @@ class SubspaceLaplace:
             if val_loader is not None:
                 fitted = tuned_on(fitted, val_loader, progress=progress)
             self._state = fitted
+            self._resolved = options.resolved(fitted.survey.layout is not None)
             self._layout, self._data = fitted.linearization.layout, loader
             self._fingerprint = Fingerprint.of(self.model)
         return self
@@ -254,6 +260,9 @@ class SubspaceLaplace:
     def __call__(self, x: Any, link: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return probabilities (n, C), or for regression the outputs (n, C) and their covariance without σ² (n, C, C).
 
+        With positions, probabilities have the shape of the outputs, and regression gives the outputs and their
+        variances, both of that shape.
+
         Args:
             x: a tensor, a batch or a loader of inputs.
             link: how logits become probabilities, see `predict`.
@@ -262,6 +271,9 @@ class SubspaceLaplace:
         used = _used_link(fitted.survey.likelihood, link)
         if fitted.survey.likelihood.has_probabilities:
             return self._predicted(fitted, x, used).probabilities
+        if fitted.survey.layout is not None:
+            prediction = self._predicted(fitted, x, used)
+            return prediction.mean, prediction.variance
         return self._passed(fitted, x, "matrix")
 
     @_with_model
@@ -293,21 +305,43 @@ class SubspaceLaplace:
         return self._predicted(fitted, x, used, count, progress)
 
     def _predicted(self, fitted: Fitted, x: Any, link: str, samples: int = 1000, progress: bool = False) -> Prediction:
-        C, subspace = fitted.survey.num_outputs, fitted.posterior.subspace
-        low_rank = subspace is not None and subspace is fitted.posterior and subspace.dim < C
-        sampled = link in WITH_MATRICES
-        form = "factor" if low_rank and sampled else "matrix" if sampled or C == 1 else "variance"
+        likelihood, subspace = fitted.survey.likelihood, fitted.posterior.subspace
+        has_positions = fitted.survey.layout is not None
+        C = fitted.survey.num_outputs
+        # With positions, the covariance within each of them comes from the factor of all outputs.
+        low_rank = subspace is not None and subspace is fitted.posterior and (subspace.dim < C or has_positions)
+        sampled = link in WITH_MATRICES and likelihood.has_probabilities
+        whole = "blocks" if has_positions else "matrix"
+        form = "factor" if low_rank and sampled else whole if sampled or C == 1 else "variance"
         if isinstance(x, Iterator) and form == "variance":
-            form = "factor" if low_rank else "matrix"  # x cannot be read again for covariances
+            form = "factor" if low_rank else whole  # x cannot be read again for covariances
         means, found = self._passed(fitted, x, form, progress)
-        if form == "matrix":
+        layout = fitted.linearization.output_layout
+
+        def passed_later(form: str) -> Tensor:
+            with self._claimed():
+                return self._passed(fitted, x, form)[1]
+
+        def factors() -> Tensor:
+            return likelihood.by_position(passed_later("factor"))
+
+        if form in ("matrix", "blocks"):
             uncertainty = Covariance.of(found)
         elif form == "factor":
-            uncertainty = Covariance(found.square().sum(2), lambda: found @ found.mT, lambda: found)
+            rows = likelihood.by_position(found)
+            uncertainty = Covariance(rows.square().sum(2), lambda: rows @ rows.mT, lambda: rows)
         else:
-            factor = (lambda: self._passed(fitted, x, "factor")[1]) if low_rank else None
-            uncertainty = Covariance(found, lambda: self.functional_covariance(x), factor)
-        return Prediction(means, fitted.survey.likelihood, uncertainty, link, samples, self._options.seed)
+            variance, one_each = likelihood.by_position(found), has_positions and likelihood.class_dim is None
+
+            def matrices() -> Tensor:
+                if one_each:
+                    return variance[:, :, None]
+                return _gram(factors()) if low_rank and has_positions else passed_later(whole)
+
+            roots: Callable[[], Tensor] | None = factors if low_rank else None
+            uncertainty = Covariance(variance, matrices, (lambda: variance.sqrt()[:, :, None]) if one_each else roots)
+        single, seed = likelihood.of_one_position, self._options.seed
+        return Prediction(likelihood.by_position(means), single, uncertainty, link, samples, seed, layout)
 
     def _passed(
         self, fitted: Fitted, x: Any, form: str, progress: bool = False, outputs: Any = None
@@ -317,33 +351,62 @@ class SubspaceLaplace:
         Args:
             fitted: what was fitted.
             x: the inputs.
-            form: "variance" (n, C), "matrix" (n, C, C) or "factor" (n, C, s).
+            form: "variance" (n, K), "matrix" (n, K, K), "factor" (n, K, s) or "blocks", the covariances (n·L, C, C)
+                within each position.
             progress: show a bar.
             outputs: which outputs, see `functional_variance`; None: all.
         """
-        posterior = fitted.posterior
-        chosen = None if outputs is None else checked_outputs(outputs, fitted.survey.num_outputs)
-        if form != "variance" and isinstance(x, Tensor | Mapping):  # the length of a loader is not known
-            n = num_inputs(x)
-            C = fitted.survey.num_outputs if chosen is None else chosen.shape[-1]
-            require(
-                2 * n * C * (C if form == "matrix" else posterior.dim) * fitted.linearization.dtype.itemsize,
-                fitted.linearization.device,
-                f"An array of covariances of {C:,} outputs for {n:,} inputs",
-                "Give fewer inputs at once, choose outputs, as in functional_covariance(x, outputs=[0, 1]), or use "
-                "functional_variance, which needs C numbers per input.",
-            )
+        posterior, likelihood = fitted.posterior, fitted.survey.likelihood
+        chosen = None if outputs is None else self._checked_outputs(fitted, outputs)
+        if isinstance(x, Tensor | Mapping):  # the length of a loader is not known
+            n, layout = num_inputs(x), fitted.survey.layout
+            C = fitted.survey.num_outputs
+            if chosen is not None:
+                C = chosen.shape[-1] * (1 if layout is None else layout.num_outputs // layout.num_classes)
+            sides = {"matrix": C, "factor": posterior.dim, "blocks": 1 if layout is None else layout.num_classes}
+            if form != "variance":
+                require(
+                    2 * n * C * sides[form] * fitted.linearization.dtype.itemsize,
+                    fitted.linearization.device,
+                    f"An array of covariances of {C:,} outputs for {n:,} inputs",
+                    "Give fewer inputs at once, choose outputs, as in functional_covariance(x, outputs=[0, 1]), or use "
+                    "functional_variance, which needs C numbers per input.",
+                )
+            if layout is not None:
+                require(
+                    4 * n * C * fitted.linearization.dtype.itemsize,
+                    fitted.linearization.device,
+                    f"A prediction of {C:,} outputs for {n:,} inputs",
+                    "Give fewer inputs at once, or a few outputs, as in functional_variance(x, outputs=[0, 1]).",
+                )
         found: list[tuple[Tensor, Tensor]] = []
+        layouts: set[OutputLayout | None] = set()
         with fitted.linearization.borrowed():
             for jacobian in self._jacobians(x, progress, posterior.wanted, chosen):
+                layouts.add(fitted.linearization.output_layout)
                 if form == "factor":
                     spread = self._subspace().whitened(jacobian).to(jacobian.outputs.dtype)
                 else:
                     spread = posterior.variance(jacobian) if form == "variance" else posterior.covariance(jacobian)
-                found.append((jacobian.outputs, spread))
-                del jacobian  # or it would stand in memory beside the next one
+                if form == "blocks":
+                    spread = diagonal_blocks_of(spread, likelihood.by_position(jacobian.outputs).shape[1])
+                means = jacobian.outputs if chosen is None else jacobian.outputs.new_empty(len(spread), 0)
+                found.append((means, spread))
+                del jacobian, means  # or they would stand in memory beside the next ones
+        _require_one_layout(layouts)
         means, spreads = (torch.cat(parts) for parts in zip(*found, strict=True))
         return means, spreads
+
+    def _arranged(self, fitted: Fitted, found: Tensor, outputs: Any, sides: int = 1) -> Tensor:
+        """Return numbers of outputs (n, K), or with two sides matrices (n, K, K), in the network's arrangement."""
+        layout = fitted.linearization.output_layout
+        if layout is None:
+            return found
+        if outputs is not None:
+            if layout.class_axis is None:
+                return found
+            layout = layout.with_classes(found.shape[1] // (layout.num_outputs // layout.num_classes))
+        return layout.arranged(found) if sides == 1 else layout.matrix(found)
 
     @_with_model
     def functional_variance(self, x: Any, outputs: Any = None) -> Tensor:
@@ -352,13 +415,21 @@ class SubspaceLaplace:
         Args:
             x: the inputs.
             outputs: the outputs that are asked for, (k,) for all inputs or (n, k), such as those of the k most
-                probable classes: the result is (n, k). None: all.
+                probable classes: the result is (n, k). None: all. With positions, these are classes, (k,) for all
+                positions or in the shape of the outputs with k classes, as `Prediction.top` returns them. If every
+                entry is an output of its own, they are places among the flattened entries.
+
+        Returns:
+            Variances in the shape of the outputs, or of the chosen ones.
         """
-        return self._passed(self._fitted(), x, "variance", outputs=outputs)[1]
+        fitted = self._fitted()
+        return self._arranged(fitted, self._passed(fitted, x, "variance", outputs=outputs)[1], outputs)
 
     @_with_model
     def functional_covariance(self, x: Any, joint: bool = False, outputs: Any = None) -> Tensor:
         """Return J Ψ Jᵀ for each input, (n, C, C), or with `joint` over all of them together, (nC, nC).
+
+        With positions, the outputs' shape stands on both sides, (n, …, …); `joint` has the flattened outputs.
 
         Args:
             x: the inputs.
@@ -367,20 +438,21 @@ class SubspaceLaplace:
         """
         fitted = self._fitted()
         if not joint:
-            return self._passed(fitted, x, "matrix", outputs=outputs)[1]
+            return self._arranged(fitted, self._passed(fitted, x, "matrix", outputs=outputs)[1], outputs, sides=2)
         if outputs is not None:
             raise ValueError("outputs has no effect with joint=True, which gives the covariance of all outputs.")
         given = joined_inputs(with_labels_under(self._labels_key, x), "x")
         linearization = fitted.linearization.differentiable() if _requires_grad(given) else fitted.linearization
         inputs = linearization.to_device(given)
-        rows = num_inputs(inputs) * fitted.survey.num_outputs
+        rows = num_inputs(inputs) * linearization.num_outputs(inputs)
         require(
             2 * 8 * rows**2,
             linearization.device,
             f"A joint covariance of {rows:,} outputs",
             "Give fewer inputs at once, or use joint=False.",
         )
-        return fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
+        joint_covariance = fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
+        return _jointly_arranged(linearization.output_layout, joint_covariance, num_inputs(inputs))
 
     @_with_model
     def predict_groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,9 +469,11 @@ class SubspaceLaplace:
             outputs.
 
         Raises:
-            ValueError: if x is not of this shape, or holds nothing.
+            ValueError: if x is not of this shape, or holds nothing, or the outputs have positions.
         """
         fitted = self._fitted()
+        if fitted.survey.layout is not None:
+            raise ValueError("Groups of inputs are for outputs (n, C); outputs with positions have no groups.")
         if not isinstance(x, Tensor) or x.ndim < 3 or not x.shape[:2].numel():
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"Groups of inputs must be one tensor (b, q, …), b groups of q inputs; x is {shape}.")
@@ -437,29 +511,47 @@ class SubspaceLaplace:
         with input_bar(total, "predictions", progress) as bar:
             for inputs in input_batches(with_labels_under(self._labels_key, x)):
                 if num_inputs(inputs):
-                    rows = None
-                    if chosen is not None:
-                        rows = self._unit_rows(chosen, seen, num_inputs(inputs))
                     engine = linearization.differentiable() if _requires_grad(inputs) else linearization
-                    for jacobian in engine.chunks(engine.to_device(inputs), rows, wanted):
+                    inputs = engine.to_device(inputs)
+                    rows = None if chosen is None else self._chosen_rows(chosen, seen, inputs)
+                    for jacobian in engine.chunks(inputs, rows, wanted):
                         yield jacobian
                         seen += jacobian.num_inputs
                         bar.update(jacobian.num_inputs)
         if not seen:
             raise ValueError("There are no inputs to predict for: x is empty.")
 
-    def _unit_rows(self, chosen: Tensor, start: int, count: int) -> Tensor:
-        """Return the unit vectors of the chosen outputs for `count` inputs from `start` on: (count, k, C)."""
-        fitted = self._fitted()
-        if chosen.ndim == 1:
-            chosen = chosen.expand(count, -1)
-        elif len(chosen) < start + count:
+    def _checked_outputs(self, fitted: Fitted, outputs: Any) -> Tensor:
+        """Return indices of outputs, (k,) or (n, k), or with positions of classes, (k,) or (n, L, k)."""
+        layout = fitted.survey.layout
+        if layout is None or layout.class_axis is None:
+            return checked_outputs(outputs, fitted.survey.num_outputs)
+        given = torch.as_tensor(outputs, device="cpu")
+        if given.ndim == 1:
+            return checked_outputs(given, layout.num_classes)
+        if given.ndim != len(layout.shape) + 1:
+            raise ValueError(
+                f"outputs must hold classes of shape (k,), or have the shape of the outputs with k classes; it has "
+                f"shape {tuple(given.shape)}."
+            )
+        by_position = given.movedim(layout.class_axis + 1, -1).flatten(1, -2)
+        return checked_outputs(by_position.flatten(0, 1), layout.num_classes).view(by_position.shape)
+
+    def _chosen_rows(self, chosen: Tensor, start: int, inputs: Any) -> ChosenOutputs:
+        """Return the chosen outputs of the inputs from place `start` on."""
+        linearization, count = self._fitted().linearization, num_inputs(inputs)
+        if chosen.ndim > 1 and len(chosen) < start + count:
             raise ValueError(f"outputs has {len(chosen)} rows, but there are more inputs; give one row per input.")
-        else:
-            chosen = chosen[start : start + count]
-        linearization = fitted.linearization
-        rows = torch.zeros(count, chosen.shape[1], fitted.survey.num_outputs, dtype=linearization.dtype, device="cpu")
-        return rows.scatter_(2, chosen.unsqueeze(2), 1.0).to(linearization.device)
+        own = chosen.expand(count, -1) if chosen.ndim == 1 else chosen[start : start + count]
+        total = linearization.num_outputs(inputs)
+        layout = linearization.output_layout
+        if layout is not None and layout.class_axis is not None:
+            C, L = layout.num_classes, total // layout.num_classes
+            if own.ndim == 3 and own.shape[1] != L:
+                raise ValueError(f"outputs has {own.shape[1]} positions, but the network's outputs have {L}.")
+            own = own[:, None].expand(-1, L, -1) if own.ndim == 2 else own
+            own = (own + C * torch.arange(L, device="cpu")[:, None]).flatten(1)
+        return ChosenOutputs(own.to(linearization.device))
 
     @_with_model
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
@@ -496,6 +588,11 @@ class SubspaceLaplace:
             progress: show bars.
         """
         fitted = self._fitted()
+        if fitted.survey.layout is not None:
+            raise ValueError(
+                "bounds() gives matrices over all outputs of an input, which outputs with positions are too many for; "
+                "captured_share(x) gives the guaranteed share of their trace."
+            )
         certificate = self._certified(fitted, train_loader, progress)
         outputs, lower, upper = [], [], []
         with fitted.linearization.borrowed():
@@ -557,8 +654,9 @@ class SubspaceLaplace:
         r"""Return the covariance of the *full* Laplace approximation for a few inputs, at any size of network.
 
         Λ⁻¹Jᵀ by block conjugate gradients, without any p × p matrix. `.covariance` is (n, C, C), or (nC, nC) with
-        `joint`; the true one lies above it by at most `.error`, in every direction. The training data are read once per
-        iteration (`.passes`: ten to forty usually, more where λ is small). Rounding, or too little memory for the
+        `joint`; the true one lies above it by at most `.error`, in every direction. With positions, it is arranged as
+        in `functional_covariance`. The training data are read once per iteration (`.passes`: ten to forty usually, more
+        where λ is small). Rounding, or too little memory for the
         directions of earlier iterations, may end the search before; a warning and `.relative_residual` say so.
         Memory: 8·p·n·C numbers, and the memory budget.
 
@@ -583,7 +681,11 @@ class SubspaceLaplace:
             tolerance,
             progress,
         )
-        return full if joint else full._replace(covariance=diagonal_blocks(full.covariance, num_inputs(inputs)))
+        n, layout = num_inputs(inputs), linearization.output_layout
+        if joint:
+            return full._replace(covariance=_jointly_arranged(layout, full.covariance, n))
+        each = diagonal_blocks(full.covariance, n)
+        return full._replace(covariance=each if layout is None else layout.matrix(each))
 
     @_with_model
     def leading_traces(self, x: Any) -> Tensor:
@@ -624,7 +726,7 @@ class SubspaceLaplace:
 
     @property
     def num_outputs(self) -> int:
-        """C: the outputs of the network."""
+        """C: the outputs of the network; with positions all of them, L·C."""
         return self._fitted().survey.num_outputs
 
     @property
@@ -795,7 +897,7 @@ class SubspaceLaplace:
 
     @_with_model
     def functional_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return draws of the linearised network's outputs, (count, n, C).
+        """Return draws of the linearised network's outputs, (count, n, C), or (count, n, …) with positions.
 
         A draw is one function, smooth across inputs and calls: the same draws of the parameters serve all inputs.
 
@@ -810,8 +912,12 @@ class SubspaceLaplace:
         vectors = self._layout.unflatten(drawn)
         with linearization.borrowed():
             jacobians = self._jacobians(x, wanted=Wanted(products=count))
-            parts = [jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1) for jacobian in jacobians]
-        return torch.cat(parts, dim=1)
+            parts, layouts = [], set()
+            for jacobian in jacobians:
+                layouts.add(linearization.output_layout)
+                parts.append(jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1))
+        _require_one_layout(layouts)
+        return _arranged_draws(linearization.output_layout, torch.cat(parts, dim=1))
 
     @_with_model
     def network_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -831,7 +937,7 @@ class SubspaceLaplace:
         shapes = {name: p.shape for name, p in self._layout.parameters(linearization.model).items()}
         drawn = self._layout.unflatten(self.sample(count, generator))
         networks = [{f"model.{name}": drawn[name][k].view(shapes[name]) for name in drawn} for k in range(count)]
-        parts = []
+        parts, layouts = [], set()
         for inputs in input_batches(with_labels_under(self._labels_key, x)):
             if not num_inputs(inputs):
                 continue
@@ -839,9 +945,11 @@ class SubspaceLaplace:
             given = linearization.network.to_device(inputs, keeps_graph)
             with linearization.borrowed(), torch.set_grad_enabled(keeps_graph):
                 parts.append(torch.stack([functional_call(wrapped, network, (given,)) for network in networks]))
+            layouts.add(linearization.output_layout)
         if not parts:
             raise ValueError("There are no inputs to predict for: x is empty.")
-        return torch.cat(parts, dim=1)
+        _require_one_layout(layouts)
+        return _arranged_draws(linearization.output_layout, torch.cat(parts, dim=1))
 
     def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:
         rows = checked_count(count, "count")
@@ -977,6 +1085,40 @@ def _requires_grad(inputs: Any) -> bool:
     """Return whether predictions for these inputs are to be differentiated: gradients are enabled and asked for."""
     leaves = tree_flatten(plain(inputs))[0]
     return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def diagonal_blocks_of(matrices: Tensor, size: int) -> Tensor:
+    """Return the blocks on the diagonals of matrices (n, L·size, L·size): (n·L, size, size)."""
+    blocks = matrices.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)  # (n, size, size, L)
+    return blocks.movedim(3, 1).flatten(0, 1)
+
+
+def _gram(factor: Tensor) -> Tensor:
+    return factor @ factor.mT
+
+
+def _arranged_draws(layout: OutputLayout | None, drawn: Tensor) -> Tensor:
+    """Return draws of flat outputs, (count, n, K), in the network's arrangement: (count, n, …)."""
+    return drawn if layout is None else layout.arranged(drawn, dim=2)
+
+
+def _jointly_arranged(layout: OutputLayout | None, matrix: Tensor, n: int) -> Tensor:
+    """Return a matrix over all outputs of n inputs in the order of the network's own flattened outputs."""
+    if layout is None:
+        return matrix
+    half = layout.arranged(matrix.unflatten(1, (n, -1)), dim=2).flatten(1)
+    return layout.arranged(half.unflatten(0, (n, -1)), dim=1).flatten(0, -2)
+
+
+def _require_one_layout(layouts: set[OutputLayout | None]) -> None:
+    """Raise ValueError if the outputs of several batches cannot stand in one tensor."""
+    shapes = sorted(layout.shape for layout in layouts if layout is not None)
+    if len(layouts) > 1:
+        raise ValueError(
+            f"The batches have outputs of different shapes, from (n, {', '.join(map(str, shapes[0]))}) to "
+            f"(n, {', '.join(map(str, shapes[-1]))}), which one tensor cannot hold: predict for each batch, or pad the "
+            "inputs to one shape."
+        )
 
 
 def _used_link(likelihood: Likelihood, link: str | None) -> str:

@@ -12,9 +12,11 @@ from sublaplace.model.prediction import Prediction
 def epistemic_variance(prediction: Prediction) -> Tensor:
     """Return Tr Σ_i / C, the mean variance of the outputs f_i under the posterior: (n,) in float64.
 
-    For classification, these are variances of the logits. Cost: O(nC).
+    For classification, these are variances of the logits. Outputs with positions have a score at each of them. Cost:
+    O(nC).
     """
-    return prediction.variance.double().mean(1)
+    variance = prediction.variance.double()
+    return variance if prediction.class_dim is None else variance.mean(prediction.class_dim)
 
 
 def predictive_entropy(prediction: Prediction) -> Tensor:
@@ -29,9 +31,10 @@ def predictive_entropy(prediction: Prediction) -> Tensor:
     if not prediction.has_probabilities:
         raise ValueError("A regression has no predictive entropy of classes; use epistemic_variance.")
     probabilities = prediction.probabilities.double()
-    if ((probabilities.sum(1) - 1).abs() > 1e-4).any():
+    dim = prediction.class_dim
+    if dim is None or ((probabilities.sum(dim) - 1).abs() > 1e-4).any():
         raise ValueError(
             "The probabilities of an input do not sum to one: a binary likelihood predicts independent yes/no outputs. "
             "Use epistemic_variance."
         )
-    return torch.special.entr(probabilities).sum(1)
+    return torch.special.entr(probabilities).sum(dim)

@@ -134,16 +134,29 @@ class Options:
     resources: Resources
     default_dim: bool = False  # the user did not ask for a dimension
 
-    def resolved(self) -> "Options":
+    def resolved(self, positions: bool = False) -> "Options":
         """Return the options of one fit, in which "auto" has become what it stands for.
 
         KFAC stands outside of a low-rank subspace, for regression with a fitted weight. (For classification λ is chosen
-        so that another weight gains nothing.) Subspaces of single parameters have nothing outside.
+        so that another weight gains nothing.) Subspaces of single parameters have nothing outside. Neither have those
+        of outputs with positions: KFAC would need a backward pass for each of them, and the subspace forward mode.
+
+        Args:
+            positions: whether the outputs have positions, which only the data tell.
+
+        Raises:
+            ValueError: for a complement with a fitted weight, if the outputs have positions.
         """
         complement = self.complement
         if isinstance(complement, str):
-            suits = self.projector is None or self.projector.needs_inputs
-            complement = Complement("kfac", FITTED if self.likelihood.has_noise else 1.0) if suits else None
+            suits = self.projector is None or (self.projector.needs_inputs and not positions)
+            fits = self.likelihood.has_noise and not positions
+            complement = Complement("kfac", FITTED if fits else 1.0) if suits else None
+        if positions and complement is not None and complement.fits_weight:
+            raise ValueError(
+                "The weight of a complement cannot be fitted to outputs with positions, whose covariances are too "
+                f"large; give it, as in complement=Complement({complement.kind!r}, weight=1.0)."
+            )
         return replace(self, complement=complement)
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sublaplace.curvature.operators import DensePart, DiagonalPart, KroneckerPart, Part
+from sublaplace.curvature.operators import DENSE_OUTPUTS, DensePart, DiagonalPart, KroneckerPart, Part
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock
@@ -27,7 +27,7 @@ class _KroneckerSums:
     """The sums Σ a aᵀ and Σ g gᵀ, and the number of terms of the first; unnormalised, so that parts add up."""
 
     inputs: Tensor  # (G, I, I), or its diagonal (G, I) for one-hot inputs
-    gradients: Tensor  # (G, O, O)
+    gradients: Tensor  # (G, O, O), or its diagonal (G, O) for very many outputs
     positions: float  # number of terms of Σ a aᵀ, weighted if the inputs are
     transposed: bool
 
@@ -73,7 +73,7 @@ class _LayerSums:
         # A weight and its bias share their gradients, so the second moment of the gradients is computed once.
         key = block.gradient_key
         if key not in moments or self.reduce:
-            moments[key] = block.gradient_moment()
+            moments[key] = block.gradient_squares() if _is_wide(block) else block.gradient_moment()
         weights = jacobian.weights
         if name not in self.kronecker:
             transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
@@ -116,6 +116,8 @@ class _LayerSums:
 def _require_room(name: str, block: Factored) -> None:
     """Raise MemoryError if the factors of a parameter, such as a large embedding, do not fit into memory."""
     groups, *sides = block.factor_sides
+    if _is_wide(block):
+        sides = sides[:-1]  # the diagonal of the last one is used
     require(
         3 * 8 * groups * sum(side**2 for side in sides),
         block.device,
@@ -124,12 +126,18 @@ def _require_room(name: str, block: Factored) -> None:
     )
 
 
+def _is_wide(block: Factored) -> bool:
+    """Return whether a layer has so many outputs that only the diagonal of their factor is kept."""
+    return block.factor_sides[-1] > DENSE_OUTPUTS
+
+
 def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool = False) -> BlockPrecision:
     """Return Λ with GGN ≈ [Σ_n Σ_t Σ_k g gᵀ] ⊗ [Σ_n Σ_t a aᵀ / (N T)] for every weight, in one pass over the data.
 
     All K columns of the output Hessian's root are used, or the stream's m sampled directions per input, which have the
     same second moment: the gradients' factors are then right in the mean. Weight and bias have separate factors. The
-    positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). A parameter without
+    positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). Of a layer with more than
+    4,096 outputs, such as a language model's last one, the diagonal of Σ g gᵀ is used. A parameter without
     Kronecker factors gets its exact dense block, or its diagonal if it has more than 1,000 entries. The approximation
     is exact for a linear layer with T = 1 and a single input or constant g.
 
@@ -177,7 +185,7 @@ class _Traces:
     def of(cls, block: OuterBlock | EmbeddingBlock) -> "_Traces":
         moment = block.input_moment()
         inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
-        gradients = block.gradient_moment().diagonal(dim1=1, dim2=2).sum(-1)
+        gradients = block.gradient_squares().sum(-1)
         return cls(inputs, gradients, block.num_terms(), float(block.rows().square().sum()))
 
     def __add__(self, other: "_Traces") -> "_Traces":

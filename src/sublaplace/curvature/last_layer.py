@@ -5,16 +5,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sublaplace.curvature.operators import KroneckerPart, Part
+from sublaplace.curvature.operators import DENSE_OUTPUTS, KroneckerPart, Part
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood
-
-DENSE_OUTPUTS = 4096
-"""Largest number of outputs whose factor G is a matrix; beyond, its diagonal is used."""
 
 
 @dataclass

@@ -12,6 +12,9 @@ from torch import Tensor
 from sublaplace.jacobians.blocks import Block, EmbeddingBlock, OuterBlock, RowBlock
 from sublaplace.jacobians.head import HeadBlock
 
+DENSE_OUTPUTS = 4096
+"""Largest number of outputs of a layer whose factor G is a matrix; beyond, its diagonal is used."""
+
 
 class Part(Protocol):
     """One parameter's block of a GGN approximation. J is the parameter's Jacobian block, `prior` is λ."""
@@ -200,8 +203,8 @@ class KroneckerPart:
     """A Kronecker-factored block GGN ≈ G ⊗ A, as the eigendecompositions of both factors.
 
     Eigenvalue (o, i) is the product of the factors' eigenvalues, to which λ is added exactly. A grouped convolution has
-    one block per group. `input_vectors` is None if A is diagonal (embeddings), `output_vectors` if G is (last layers
-    with very many outputs). `transposed` means that the parameter is stored as (I, O).
+    one block per group. `input_vectors` is None if A is diagonal (embeddings), `output_vectors` if G is (layers with
+    more than `DENSE_OUTPUTS` outputs). `transposed` means that the parameter is stored as (I, O).
     """
 
     input_values: Tensor  # (G, I)
@@ -248,17 +251,8 @@ class KroneckerPart:
     def matmul(self, vectors: Tensor, prior: float) -> Tensor:
         return self._transformed(vectors, self._products + prior)
 
-    def _output_basis(self) -> Tensor:
-        """Return the eigenvectors of G: (G, O, O)."""
-        if self.output_vectors is not None:
-            return self.output_vectors
-        groups, outputs = self.output_values.shape
-        return (
-            torch.eye(outputs, device=self.output_values.device).to(self.output_values).expand(groups, outputs, outputs)
-        )
-
     def rotated_rows(self, block: Block) -> Tensor:
-        return _linear(block).rotated_rows(self.input_vectors, self._output_basis())
+        return _linear(block).rotated_rows(self.input_vectors, self.output_vectors)
 
     def whiten(self, block: Block, prior: float) -> Tensor:
         rows = self.rotated_rows(block)
@@ -267,8 +261,8 @@ class KroneckerPart:
     def turn(self, block: Block) -> Block:
         block = _linear(block)
         if isinstance(block, OuterBlock) and self.input_vectors is not None:
-            return block.turned(self.input_vectors, self._output_basis())
-        return RowBlock(block.rotated_rows(self.input_vectors, self._output_basis()))
+            return block.turned(self.input_vectors, self.output_vectors)
+        return RowBlock(block.rotated_rows(self.input_vectors, self.output_vectors))
 
     def unwhiten(self, vectors: Tensor, prior: float) -> Tensor:
         return self._from_eigenbasis(self._as_maps(vectors) * (self._products + prior).rsqrt())
@@ -278,7 +272,7 @@ class KroneckerPart:
         if not isinstance(block, OuterBlock) or block.positions > 1 or self.input_vectors is None:
             return self.whiten(block, prior)
         # Every row is one outer product, so B Bᵀ = Σ_oi g_o g'_o a_i² / (λ + e_oi), and the sum over i comes first.
-        a, g = block.rotated(self.input_vectors, self._output_basis())
+        a, g = block.rotated(self.input_vectors, self.output_vectors)
         squares = a.square().transpose(0, 1)  # (G, n, I)
         weights = (squares @ (1 / (self._products + prior)).transpose(1, 2)).transpose(0, 1)  # (n, G, O)
         smallest = torch.finfo(weights.dtype).tiny  # where a = 0, the root would have no derivative

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.directions import FeatureRoots, Roots, SampledRoots
+from sublaplace.curvature.operators import DENSE_OUTPUTS
 from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
 from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
@@ -23,12 +24,14 @@ from sublaplace.model.likelihoods.base import (
 )
 from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_order
 from sublaplace.runtime.distributed import placed, ranks_of
+from sublaplace.runtime.memory import require
 from sublaplace.runtime.progress import shown
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
 _COUNTED_BY_LENGTHS = 64  # outputs beyond which the directions of a few inputs are counted without forming them
 _MOST_OF_ROOTS = 2**25  # numbers in the roots of the output Hessians that are held at once, n·K·C
+_MOST_OF_BLOCKS = 2**23  # the same for outputs with positions, whose roots are made from blocks, and copied
 
 
 class JacobianSums(Sums, Protocol):
@@ -120,8 +123,9 @@ class CurvatureStream:
 
     @property
     def _features(self) -> int | None:
-        """F, if all directions of an input can be seen from F features."""
-        return self.linearization.num_features() if len(self.likelihood.curvature_scales) == 1 else None
+        """F, if all directions of an input can be seen from F features, and Σ H (C, C) is small enough to be kept."""
+        many = (self.linearization.num_outputs_seen() or 0) > DENSE_OUTPUTS
+        return self.linearization.num_features() if len(self.likelihood.curvature_scales) == 1 and not many else None
 
     def jacobians(self, what: str) -> Iterator[Jacobian]:
         """Yield the scaled rows of all inputs that have any, in one pass over the data, for custom projectors.
@@ -252,10 +256,10 @@ class CurvatureStream:
         roots = self.likelihood.hessian_root(few)
         return significant(roots, self.tolerance), roots.shape[1]
 
-    @staticmethod
-    def _roots_at_once(num_outputs: int) -> int:
+    def _roots_at_once(self, num_outputs: int) -> int:
         """Return for how many inputs the roots of the output Hessians may be formed at once."""
-        return _MOST_OF_ROOTS // num_outputs**2
+        has_positions = self.likelihood.of_one_position is not self.likelihood
+        return (_MOST_OF_BLOCKS if has_positions else _MOST_OF_ROOTS) // num_outputs**2
 
     def _products(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield Jacobians whose products with vectors come from features or forward mode, with all directions."""
@@ -304,7 +308,16 @@ class CurvatureStream:
     def _grouped_pieces(self, portion: _Portion, kind: _Pass) -> Iterator[Jacobian]:
         """Yield the Jacobians of a buffer, piece by piece if there are many outputs."""
         outputs = self._outputs(portion.inputs)
-        step = max(1, self._roots_at_once(outputs.shape[1]))
+        K = outputs.shape[1]
+        step = max(1, self._roots_at_once(K))
+        if step == 1:
+            require(
+                3 * K**2 * outputs.element_size(),
+                outputs.device,
+                f"The root of the output Hessian of one input with {K:,} outputs",
+                "Use fewer positions or outputs per input, or a network whose operations have forward mode, which does "
+                "without it.",
+            )
         for start in range(0, len(outputs), step):
             stop = start + step
             yield from self._grouped(portion.part(start, stop), outputs[start:stop], kind)

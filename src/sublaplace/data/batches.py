@@ -13,7 +13,7 @@ class Batch(NamedTuple):
 
     inputs: Any
     targets: Tensor
-    weights: Tensor | None = None  # how often each input counts: (n,); None: once each
+    weights: Tensor | None = None  # how often each input counts, (n,), or each of its positions; None: once each
 
 
 def batches(loader: Iterable[Any]) -> Iterator[Batch]:
@@ -42,7 +42,7 @@ def split_batch(batch: Any) -> Batch:
 
     Args:
         batch: a pair (inputs, targets), a triple (inputs, targets, weights), or a mapping with the key "labels" and
-            optionally "sample_weight".
+            optionally "sample_weight". Weights are one per input, or have the shape of the targets.
 
     Raises:
         ValueError: if the batch has another form, or the weights are not valid.
@@ -54,11 +54,11 @@ def split_batch(batch: Any) -> Batch:
                 "another key, pass SubspaceLaplace(…, labels_key=…)."
             )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "sample_weight")}
-        return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs))
+        return Batch(inputs, batch["labels"], _checked_weights(batch.get("sample_weight"), inputs, batch["labels"]))
     if isinstance(batch, tuple | list) and len(batch) in (2, 3) and _is_array(batch[1]):
         batch = tree_map(lambda leaf: torch.as_tensor(leaf) if _is_array(leaf) else leaf, tuple(batch))
     if isinstance(batch, tuple | list) and len(batch) in (2, 3) and isinstance(batch[1], Tensor):
-        return Batch(batch[0], batch[1], _checked_weights(batch[2] if len(batch) == 3 else None, batch[0]))
+        return Batch(batch[0], batch[1], _checked_weights(batch[2] if len(batch) == 3 else None, batch[0], batch[1]))
     if isinstance(batch, tuple | list) and len(batch) in (2, 3):
         raise ValueError(
             f"The targets of a batch must be a tensor or an array, not {type(batch[1]).__name__}; convert them with "
@@ -75,16 +75,21 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and not isinstance(value, Tensor)
 
 
-def _checked_weights(weights: Any, inputs: Any) -> Tensor | None:
+def _checked_weights(weights: Any, inputs: Any, targets: Any) -> Tensor | None:
+    """Return weights of the inputs, or of the positions of their targets; a mask of the positions as zeros and ones."""
     if weights is None:
         return None
     n = num_inputs(inputs)
+    by_position = isinstance(weights, Tensor) and weights.ndim > 1 and weights.shape == getattr(targets, "shape", None)
+    if by_position and weights.dtype == torch.bool:
+        weights = weights.to(torch.get_default_dtype())
     # Integers could be weights too, but a third entry of integers is far more often an index or another label.
-    if not isinstance(weights, Tensor) or weights.shape != (n,) or not weights.is_floating_point():
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or not (by_position or weights.shape == (n,)):
         found = f"{tuple(weights.shape)}, {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(
-            f"The third part of a batch (inputs, targets, weights) must be floating-point sample weights of shape "
-            f"({n},), one per input; it is {found}. If there are no weights, use pairs (inputs, targets)."
+            "The third part of a batch (inputs, targets, weights) must be floating-point sample weights of shape "
+            f"({n},), one per input; it is {found}. For outputs with positions it may be weights, or a mask, of the "
+            "targets' shape. If there are no weights, use pairs (inputs, targets)."
         )
     if not torch.isfinite(weights).all() or (weights < 0).any():
         raise ValueError("Sample weights must be finite and not negative.")

@@ -26,6 +26,7 @@ from sublaplace.fitting.leave_one_out import (
     LOG_PRIORS,
     LinearisedData,
     num_left_out,
+    num_with_positions,
     prior_by_leave_one_out,
 )
 from sublaplace.fitting.saving import model_fingerprint
@@ -37,6 +38,7 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.model.attributes import as_texts, settings_of
 from sublaplace.model.fingerprint import Fingerprint, described_modules
+from sublaplace.model.output_layout import FlatOutputs
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
@@ -49,7 +51,7 @@ from sublaplace.projectors.context import ProjectorContext
 from sublaplace.projectors.subspace_iteration import widened
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
-from sublaplace.runtime.memory import default_budget, peak_bytes
+from sublaplace.runtime.memory import default_budget, peak_bytes, require
 from sublaplace.runtime.warning import warn
 
 _TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
@@ -111,6 +113,8 @@ def new_linearization(
     working = in_working_precision(model)
     device = next(working.parameters()).device
     policy = ChunkPolicy(budget or default_budget(device), options.num_vectors)
+    if options.likelihood.takes_positions:
+        forward = FlatOutputs(forward, options.likelihood.class_dim)
     return Linearization(working, forward, policy, options.resources.scratch_folder, units)
 
 
@@ -157,9 +161,9 @@ class _Run:
 
     def fitted(self) -> Fitted:
         """Run all stages."""
-        options = self.options
         with self._stage("survey"):
             look = self._look()
+        options = self.options  # the data have told whether there are positions
         chosen, held_back = look.inputs, None
         if options.holds_back and chosen is not None:
             chosen, held_back = split(chosen)
@@ -178,9 +182,13 @@ class _Run:
         posterior = self._weighted(posterior, context, held_back, look, chosen)
         if options.leaves_one_out:
             with self._stage("leave-one-out"):
-                prior, how = self._left_out_prior(posterior, look), "leave-one-out of the linearised network"
-            posterior = posterior.with_prior(prior)
-            certificate = None if certificate is None else certificate.with_prior(prior)
+                left_out = self._left_out_prior(posterior, look)
+            if left_out is None:
+                how += "; leave-one-out of so many outputs does not fit into the memory budget"
+            else:
+                how = "leave-one-out of the linearised network"
+                posterior = posterior.with_prior(left_out)
+                certificate = None if certificate is None else certificate.with_prior(left_out)
         share = None
         if certificate is not None and (judged := chosen if held_back is None else held_back) is not None:
             share = float(certificate.captured(self._jacobians(judged))[-1])
@@ -221,6 +229,7 @@ class _Run:
 
     def _fresh_look(self, given: Any, data: str | None) -> _Look:
         def reservoir_for(num_outputs: int) -> Reservoir | None:
+            self.options = self.options.resolved(self.linearization.output_layout is not None)
             size = self._num_drawn(num_outputs)
             return Reservoir(size, self.options.seed) if size else None
 
@@ -240,7 +249,9 @@ class _Run:
         if [data, fingerprint_of(given)] != numbers["fingerprints"]:
             raise ValueError(other_order("It gives other data than when the checkpoint was begun."))
         drawn = batch_at(self.loader, numbers["positions"]) if numbers["positions"] else None
-        return self._looked(Survey.from_numbers(numbers["survey"]), given, drawn, data)
+        survey = Survey.from_numbers(numbers["survey"])
+        self.options = self.options.resolved(survey.layout is not None)
+        return self._looked(survey, given, drawn, data)
 
     def _looked(self, survey: Survey, given: Any, drawn: Batch | None, data: str | None) -> _Look:
         if drawn is not None:
@@ -337,6 +348,12 @@ class _Run:
         rows = max(SKETCHED_ROWS, ceil(2 * widened(options.largest_dim) / n))
         if 2 * rows >= num_outputs:
             return jacobians
+        require(
+            2 * n * rows * num_outputs,
+            torch.device("cpu"),
+            f"A set of {rows} random combinations of {num_outputs:,} outputs for {n:,} subspace inputs",
+            "Choose fewer of them, as in subspace_inputs=Drawn(20), or fewer positions per input.",
+        )
         signs = random_signs(options.seed, torch.arange(n, device="cpu"), rows, num_outputs)
         return replace(jacobians, directions=signs.to(self.linearization.device))
 
@@ -405,12 +422,17 @@ class _Run:
             weight = fitted_weight(weighted, context.stream, look.survey.num_counting, inputs, subsample)
             return weighted.reweighted(weight)
 
-    def _left_out_prior(self, posterior: Posterior, look: _Look) -> float:
-        """Return λ by leave-one-out, of the subspace alone or with what stands outside."""
+    def _left_out_prior(self, posterior: Posterior, look: _Look) -> float | None:
+        """Return λ by leave-one-out, of the subspace alone or with what stands outside; None if it does not fit."""
         subspace, drawn = posterior.subspace, look.drawn
         assert subspace is not None and drawn is not None
         survey = look.survey
-        few = slice(0, num_left_out(survey.num_outputs))
+        count: int | None = num_left_out(survey.num_outputs)
+        if survey.layout is not None:
+            count = num_with_positions(survey.num_outputs, self.linearization.memory_budget)
+        if count is None:
+            return None
+        few = slice(0, count)
         weights = None if drawn.weights is None else drawn.weights[few]
         batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
         projection = subspace.projection.leading(min(subspace.dim, DIMENSIONS))

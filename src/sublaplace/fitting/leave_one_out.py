@@ -42,12 +42,24 @@ DIMENSIONS = 30
 """Leading dimensions of the subspace in which the network is refitted; more give nearly the same λ."""
 
 _MOST_ROWS, _FEWEST_INPUTS, _MOST_INPUTS = 3000, 150, 1000  # of the data that stand for all of them
+_MOST_ROWS_OF_POSITIONS, _FEWEST_WITH_POSITIONS = 50_000, 32  # the same for outputs with positions
+_COPIES = 5  # arrays of rows that are held at once
 _MOST_STEPS = 30  # of Newton's method
 
 
 def num_left_out(num_outputs: int) -> int:
     """Return how many inputs the search looks at: at most 1,000, and fewer where there are many outputs."""
     return min(_MOST_INPUTS, max(_FEWEST_INPUTS, _MOST_ROWS // num_outputs))
+
+
+def num_with_positions(num_outputs: int, memory_budget: int) -> int | None:
+    """Return how many inputs with positions, K outputs each, the search looks at; None if 32 do not fit into memory.
+
+    The positions of an input tell more than one output does, so 50,000 rows, or 32 inputs, are enough.
+    """
+    count = min(num_left_out(num_outputs), max(_FEWEST_WITH_POSITIONS, _MOST_ROWS_OF_POSITIONS // num_outputs))
+    fitting = memory_budget // (_COPIES * 8 * num_outputs * (DIMENSIONS + 1))
+    return min(count, fitting) if fitting >= _FEWEST_WITH_POSITIONS else None
 
 
 @dataclass(frozen=True)
@@ -105,16 +117,25 @@ class LinearisedData:
 
     def loss(self, mu: Tensor, prior_precision: float) -> float:
         """Return −ln p(D|μ) + λ/2 ‖μ + Qᵀθ̂‖²."""
-        densities = self.likelihood.log_density(self.outputs + self.rows @ mu, self.targets) * self.counts.amax(1)
+        densities = self._densities(self.outputs + self.rows @ mu) * self._counts
         return float(prior_precision / 2 * (mu + self.centre).square().sum() - densities.sum())
+
+    def _densities(self, outputs: Tensor) -> Tensor:
+        """Return ln p(y|f) of every input, or of each of its positions: (n·L,)."""
+        likelihood = self.likelihood
+        rows, targets = likelihood.by_position(outputs), likelihood.targets_by_position(self.targets)
+        return likelihood.of_one_position.log_density(rows, targets)
+
+    @property
+    def _counts(self) -> Tensor:
+        return self.likelihood.counts_by_position(self.counts, self.outputs)
 
     def state(self, mu: Tensor, prior_precision: float) -> "_State":
         """Return the gradients and the precision at μ. Cost: n·C·s²."""
         moved = self.outputs + self.rows @ mu
         with torch.enable_grad():
             leaf = moved.detach().requires_grad_()
-            densities = self.likelihood.log_density(leaf, self.targets)
-            (gradients,) = torch.autograd.grad(densities.sum(), leaf)
+            (gradients,) = torch.autograd.grad(self._densities(leaf).sum(), leaf)
         seen = self._curvature_rows(moved, self.counts).flatten(0, 1)
         A = seen.T @ seen
         A.diagonal().add_(prior_precision)
@@ -165,9 +186,11 @@ class LinearisedData:
         return self._loss_at(self.outputs, variance)
 
     def _loss_at(self, outputs: Tensor, variance: Tensor) -> float:
-        spread = variance if self.likelihood.needs_variances_only else variance.diag_embed()
-        weights = self.counts.amax(1)
-        densities = self.likelihood.log_predictive(outputs, spread, self.targets)
+        likelihood, weights = self.likelihood, self._counts
+        spread = variance if likelihood.needs_variances_only else variance.diag_embed()
+        rows, spread = likelihood.by_position(outputs), likelihood.by_position(spread)
+        targets = likelihood.targets_by_position(self.targets)
+        densities = likelihood.of_one_position.log_predictive(rows, spread, targets)
         return -float((densities * weights).sum() / weights.sum())
 
 

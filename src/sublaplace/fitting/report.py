@@ -29,11 +29,9 @@ def summary_text(title: str, fitted: Fitted) -> str:
         lines.append(_line("noise σ", f"{stds}{' (estimated)' if likelihood.noise_estimate else ''}"))
     if likelihood.has_probabilities and "validation" not in fitted.chosen_by:
         lines.append(_line("", "chosen without validation data, which would help: fit(train_loader, val_loader)"))
-    lines.append(
-        _line(
-            "data N", f"{survey.num_data:,} inputs, {survey.num_outputs} output{'s' if survey.num_outputs != 1 else ''}"
-        )
-    )
+    outputs = f"{survey.num_outputs} output{'s' if survey.num_outputs != 1 else ''}"
+    outputs = outputs if survey.layout is None else survey.layout.described()
+    lines.append(_line("data N", f"{survey.num_data:,} inputs, {outputs}"))
     lines += _structure(posterior, fitted.dim_note)
     if fitted.captured is not None:
         share = f"at least {fitted.captured:.1%} of the full trace, on subspace inputs (held back if any)"

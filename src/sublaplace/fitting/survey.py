@@ -11,8 +11,10 @@ from torch import Tensor
 from sublaplace.data.batches import Batch, num_inputs, split_batch
 from sublaplace.data.subspace_inputs import Reservoir
 from sublaplace.jacobians.linearization import Linearization
-from sublaplace.model.likelihoods.base import Likelihood, Noise, likelihood_from, target_weights
+from sublaplace.model.likelihoods.at_positions import at_positions, restored_likelihood
+from sublaplace.model.likelihoods.base import Likelihood, Noise, target_weights
 from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
+from sublaplace.model.output_layout import OutputLayout
 from sublaplace.model.residuals import Residuals
 from sublaplace.runtime.distributed import Share, placed, ranks_of
 from sublaplace.runtime.progress import shown
@@ -29,6 +31,7 @@ class Survey:
     likelihood: Likelihood  # with σ, where it was estimated
     residuals: Residuals  # of a likelihood with noise
     fixed_log_likelihood: float  # ln p(D|θ̂) of a likelihood without noise
+    layout: OutputLayout | None = None  # of the outputs of an input, in the first batch; None: they have no positions
 
     def log_likelihood(self, noise_std: Tensor) -> Tensor:
         """Return ln p(D|θ̂), differentiable in σ."""
@@ -80,18 +83,21 @@ class Survey:
             "likelihood": self.likelihood.numbers(),
             "residuals": [sums.tolist() for sums in self.residuals.sums],
             "fixed_log_likelihood": self.fixed_log_likelihood,
+            "layout": None if self.layout is None else [list(self.layout.shape), self.layout.class_axis],
         }
 
     @classmethod
     def from_numbers(cls, numbers: dict[str, Any]) -> "Survey":
         """Return the survey of `numbers`."""
+        layout = numbers.get("layout")
         return cls(
             numbers["num_data"],
             numbers.get("num_counting", numbers["num_data"]),
             numbers["num_outputs"],
-            likelihood_from(numbers["likelihood"]),
+            restored_likelihood(numbers["likelihood"]),
             Residuals(*(torch.tensor(sums, dtype=torch.float64, device="cpu") for sums in numbers["residuals"])),
             numbers["fixed_log_likelihood"],
+            None if layout is None else OutputLayout(tuple(layout[0]), layout[1]),
         )
 
 
@@ -116,8 +122,9 @@ def survey_of(
     Raises:
         ValueError: if there are no data, none that counts, or no noise to be estimated.
     """
-    total, counted, fixed, largest = 0, 0, 0.0, 0.0
+    total, counted, fixed, largest, num_outputs = 0, 0, 0.0, 0.0, 0
     residuals: Residuals | None = None
+    layout: OutputLayout | None = None
     reservoir, probabilities = None, True
     for position, batch in shown(placed(loader), "survey", progress):
         inputs, targets, weights = split_batch(batch)
@@ -127,34 +134,45 @@ def survey_of(
         if total == 0:
             linearization.look_at(inputs)  # probes the network
         outputs = linearization.outputs(inputs)
-        likelihood.check_targets(outputs, targets)
+        likelihood = at_positions(likelihood, linearization.output_layout)
+        likelihood.check_targets(linearization.arranged(outputs), targets)
         probabilities = probabilities and likelihood.are_probabilities(outputs)
+        rows, single = likelihood.by_position(outputs), likelihood.of_one_position
         if residuals is None:
-            residuals = Residuals.none(outputs.shape[1])
-            reservoir = reservoir_for(outputs.shape[1])
-        counts = target_weights(likelihood, targets, None if weights is None else weights.to(linearization.device))
+            residuals, num_outputs, layout = (
+                Residuals.none(rows.shape[1]),
+                outputs.shape[1],
+                linearization.output_layout,
+            )
+            reservoir = reservoir_for(num_outputs)
+        own = None if weights is None else weights.to(linearization.device)
+        counts = target_weights(likelihood, targets, own)
         if reservoir is not None:
             reservoir.add(Batch(inputs, targets, weights), position, counts)
         counted += len(outputs) if counts is None else int((counts.amax(1) > 0).sum())
+        found = likelihood.targets_by_position(targets)
+        each_weight = None
+        if own is not None:
+            each_weight = likelihood.counts_by_position(likelihood.spread_weights(own), outputs)
         if likelihood.has_noise:
-            residuals = residuals.joined(Residuals.of(targets - outputs, weights))
+            residuals = residuals.joined(Residuals.of(found - rows, each_weight))
             largest = max(largest, float(outputs.abs().max()))
         else:
-            each = likelihood.log_density(outputs, targets)
-            fixed += float((each if weights is None else each * weights.to(each)).sum())
+            each = single.log_density(rows, found)
+            fixed += float((each if each_weight is None else each * each_weight.to(each)).sum())
         total += len(outputs)
     ranks = ranks_of(loader)
     if isinstance(loader, Share):
         loader.require_same_reading()
     parts = ranks.gather((total, counted, fixed, largest, residuals, reservoir))
-    found = [part[4] for part in parts if part[4] is not None]
-    if not found:
+    sums = [part[4] for part in parts if part[4] is not None]
+    if not sums:
         raise ValueError("The loader is empty: there is nothing to fit.")
-    if len(found) < ranks.size:
+    if len(sums) < ranks.size:
         raise ValueError(f"There are fewer batches than the {ranks.size} ranks; use smaller batches.")
     total, counted = sum(part[0] for part in parts), sum(part[1] for part in parts)
     fixed, largest = sum(part[2] for part in parts), max(part[3] for part in parts)
-    residuals = functools.reduce(Residuals.joined, found)
+    residuals = functools.reduce(Residuals.joined, sums)
     if not counted:
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     if reservoir is not None:
@@ -164,7 +182,7 @@ def survey_of(
             "The network's outputs look like probabilities: none is negative, and those of an input sum to 1. Logits "
             "are expected, without a softmax at the end; with probabilities in their place, all predictions are wrong."
         )
-    survey = Survey(total, counted, len(residuals.count), likelihood, residuals, fixed)
+    survey = Survey(total, counted, num_outputs, likelihood, residuals, fixed, layout)
     if estimate and likelihood.noise_estimate is not None:
         survey = survey.with_estimated_noise()
         rounding = 4 * torch.finfo(linearization.dtype).eps * largest

@@ -18,9 +18,10 @@ from sublaplace.fitting.fitted import Fitted
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
+from sublaplace.model.likelihoods.at_positions import at_positions
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
-from sublaplace.posteriors.sweep import prior_sweep
+from sublaplace.posteriors.sweep import Sweep, prior_sweep
 from sublaplace.runtime.progress import shown
 from sublaplace.runtime.warning import warn
 
@@ -58,6 +59,16 @@ class ValidationData:
     counts: Tensor  # (n,): how much each input counts
     covariances: Tensor  # V: (L, n, C), or (L, n, C, C)
 
+    @property
+    def total(self) -> float:
+        """How much all inputs count."""
+        return float(self.counts.sum())
+
+    @property
+    def num_inputs(self) -> int:
+        """How many inputs count."""
+        return int((self.counts > 0).sum())
+
     def covariance(self, log_tau: float) -> Tensor:
         """Return V at any τ of the range: (n, C), or (n, C, C).
 
@@ -65,15 +76,7 @@ class ValidationData:
         grid it is right to 0.2 percent.
         """
         logs = self.taus.log()
-        place = float((log_tau - logs[0]) / (logs[1] - logs[0]))
-        low = min(max(int(place), 1), len(logs) - 3)
-        u = min(max(place, 0.0), len(logs) - 1.0) - low  # from 0 to 1, but for the ends
-        cubic = [
-            -u * (u - 1) * (u - 2) / 6,
-            (u + 1) * (u - 1) * (u - 2) / 2,
-            -(u + 1) * u * (u - 2) / 2,
-            (u + 1) * u * (u - 1) / 6,
-        ]
+        low, cubic = _cubic(self.taus, log_tau)
         around = self.covariances[low - 1 : low + 3]
         if around.ndim == 3:
             factors = torch.tensor(cubic, dtype=torch.float64, device=around.device)
@@ -85,9 +88,8 @@ class ValidationData:
     def loss(self, log_tau: float) -> float:
         """Return the mean negative log predictive density at the given σ."""
         covariance = self.covariance(log_tau) / self.unit
-        return -float((self.likelihood.log_predictive(self.outputs, covariance, self.targets) * self.counts).sum()) / (
-            float(self.counts.sum())
-        )
+        densities = self.likelihood.log_predictive(self.outputs, covariance, self.targets)
+        return -float((densities * self.counts).sum()) / self.total
 
     def loss_and_factor(self, log_tau: float, away: float) -> tuple[float, float]:
         """Return the penalised loss at the best factor c of σ, and c: N(f, c²(V/scale + σ²)).
@@ -95,16 +97,14 @@ class ValidationData:
         away: decades of τ from its value before tuning; λ is then away by that less 2 log₁₀ c.
         """
         covariance = self.covariance(log_tau) / self.unit
-        C, total = self.outputs.shape[1], float(self.counts.sum())
+        C, total = self.outputs.shape[1], self.total
         plain = self.likelihood.log_predictive(self.outputs, covariance, self.targets)
         # ln N(r; 0, c²S) = ln N(r; 0, S) + ½ q (1 − c⁻²) − C ln c with q = rᵀS⁻¹r.
         q = self._distances(covariance)
 
         def gain(log_c: float) -> float:
             each = plain + 0.5 * q * (1 - exp(-2 * log_c)) - C * log_c
-            decades = log_c / log(10)
-            pull = NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
-            return (float((each * self.counts).sum()) - pull) / total
+            return (float((each * self.counts).sum()) - _pulled(log_c, away)) / total
 
         log_c = golden_section(gain, 0.0, log(_MOST_NOISE), width=1e-6)
         return -gain(log_c), exp(log_c)
@@ -119,29 +119,123 @@ class ValidationData:
         return (residuals * torch.linalg.solve(covariance + noise.diag(), residuals)).sum(1)
 
 
-def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> ValidationData:
-    """Run one pass over the validation data. Cost: one prediction of them, and little more."""
-    likelihood, linearization = fitted.survey.likelihood, fitted.linearization
-    unit = likelihood.single_scale
-    start = log10(fitted.posterior.prior_precision / unit)
-    taus = torch.logspace(
+@dataclass(frozen=True)
+class PooledValidation:
+    """What one pass over validation data with positions gives: sums over all positions, by point τ of the grid.
+
+    With one σ, and outputs that count on their own, nothing else is needed at any λ and σ.
+    """
+
+    likelihood: Likelihood
+    unit: float  # the scale that V is in units of
+    taus: Tensor  # (L,)
+    densities: Tensor  # Σ ln p(y|x) at the given σ: (L,)
+    distances: Tensor  # Σ (y − f)² / (V/scale + σ²), for regression: (L,)
+    total: float  # how many positions count
+    num_inputs: int  # how many inputs have such positions
+
+    def loss(self, log_tau: float) -> float:
+        """Return the mean negative log predictive density at the given σ."""
+        return -self._at(self.densities, log_tau) / self.total
+
+    def loss_and_factor(self, log_tau: float, away: float) -> tuple[float, float]:
+        """Return the penalised loss at the best factor c of σ, and c; see `ValidationData.loss_and_factor`."""
+        plain, q = self._at(self.densities, log_tau), self._at(self.distances, log_tau)
+
+        def gain(log_c: float) -> float:
+            return (plain + 0.5 * q * (1 - exp(-2 * log_c)) - self.total * log_c - _pulled(log_c, away)) / self.total
+
+        log_c = golden_section(gain, 0.0, log(_MOST_NOISE), width=1e-6)
+        return -gain(log_c), exp(log_c)
+
+    def _at(self, sums: Tensor, log_tau: float) -> float:
+        low, cubic = _cubic(self.taus, log_tau)
+        return float(sums[low - 1 : low + 3] @ torch.tensor(cubic, dtype=torch.float64, device=sums.device))
+
+
+def _pulled(log_c: float, away: float) -> float:
+    """Return the penalty, in nats, for a factor c of σ and a τ that is `away` decades from its value before."""
+    decades = log_c / log(10)
+    return NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
+
+
+def _cubic(taus: Tensor, log_tau: float) -> tuple[int, list[float]]:
+    """Return the second of the four points of the grid around τ, and their factors in cubic interpolation."""
+    logs = taus.log()
+    place = float((log_tau - logs[0]) / (logs[1] - logs[0]))
+    low = min(max(int(place), 1), len(logs) - 3)
+    u = min(max(place, 0.0), len(logs) - 1.0) - low  # from 0 to 1, but for the ends
+    return low, [
+        -u * (u - 1) * (u - 2) / 6,
+        (u + 1) * (u - 1) * (u - 2) / 2,
+        -(u + 1) * u * (u - 2) / 2,
+        (u + 1) * u * (u - 1) / 6,
+    ]
+
+
+def _grid(fitted: Fitted) -> Tensor:
+    """Return the points τ at which V is taken: (L,)."""
+    start = log10(fitted.posterior.prior_precision / fitted.survey.likelihood.single_scale)
+    return torch.logspace(
         start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64, device="cpu"
     )
-    whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
-    sweep = prior_sweep(fitted.posterior)
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+
+def pooled_validation(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> PooledValidation:
+    """Run one pass over validation data with positions. Cost: one prediction of them, and the densities at 31 points.
+
+    Memory: 31 variances for each output of an input.
+    """
+    likelihood = fitted.survey.likelihood
+    single, unit, taus = likelihood.of_one_position, likelihood.single_scale, _grid(fitted)
+    sweep, total, used = prior_sweep(fitted.posterior), 0.0, 0
+    sums = torch.zeros(2, len(taus), dtype=torch.float64, device="cpu")
+    for jacobian, targets, counts in _swept(fitted, loader, sweep, len(taus), False, progress):
+        rows, labels = likelihood.by_position(jacobian.outputs), likelihood.targets_by_position(targets)
+        each = likelihood.counts_by_position(counts, jacobian.outputs)
+        total += float(each.sum())
+        used += int((counts.amax(1) > 0).sum())
+        for k, variances in enumerate(sweep(jacobian, taus, whole=False) / unit):
+            spread = likelihood.by_position(variances)
+            sums[0, k] += (single.log_predictive(rows, spread, labels) * each).sum().cpu()
+            if likelihood.has_noise:
+                squares = (labels.double() - rows.double()).square() / (spread + likelihood.noise_variances[0])
+                sums[1, k] += (squares[:, 0] * each).sum().cpu()
+        del jacobian  # or it would stand in memory beside the next one
+    if not total:
+        raise ValueError("The validation loader is empty, or nothing in it counts.")
+    return PooledValidation(likelihood, unit, taus, sums[0], sums[1], total, used)
+
+
+def _swept(
+    fitted: Fitted, loader: Iterable[Any], sweep: Sweep, num_points: int, whole: bool, progress: bool
+) -> Iterator[tuple[Jacobian, Tensor, Tensor]]:
+    """Yield the Jacobians of validation data, with targets and how much each of them counts, (n, 1) or (n, K)."""
+    likelihood, linearization = fitted.survey.likelihood, fitted.linearization
     with linearization.borrowed():
         for inputs, targets, counts in _counted_batches(likelihood, loader, progress):
             first = 0
-            numbers = sweep.numbers_per_row * fitted.survey.num_outputs
+            numbers = (sweep.numbers_per_row + num_points) * fitted.survey.num_outputs
             for jacobian in _few_at_once(linearization, inputs, numbers, sweep.wanted(whole)):
                 part = slice(first, first + jacobian.num_inputs)
                 first = part.stop
                 found = targets[part].to(linearization.device)
-                likelihood.check_targets(jacobian.outputs, found)
-                covariances = sweep(jacobian, taus, whole)
-                parts.append((jacobian.outputs, found, counts[part].to(linearization.device), covariances))
+                likelihood.check_targets(linearization.arranged(jacobian.outputs), found)
+                yield jacobian, found, counts[part].to(linearization.device)
                 del jacobian  # or it would stand in memory beside the next one
+
+
+def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> ValidationData:
+    """Run one pass over the validation data. Cost: one prediction of them, and little more."""
+    likelihood = fitted.survey.likelihood
+    unit, taus = likelihood.single_scale, _grid(fitted)
+    whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
+    sweep = prior_sweep(fitted.posterior)
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for jacobian, found, counts in _swept(fitted, loader, sweep, 0, whole, progress):
+        covariances = sweep(jacobian, taus, whole)
+        parts.append((jacobian.outputs, found, counts.amax(1), covariances))
+        del jacobian  # or it would stand in memory beside the next one
     if not parts or not any(float(part[2].sum()) for part in parts):
         raise ValueError("The validation loader is empty, or nothing in it counts.")
     outputs, targets, counts = (torch.cat([part[k] for part in parts]) for k in range(3))
@@ -166,29 +260,31 @@ def check_first_batch(loader: Iterable[Any], linearization: Linearization, likel
     if first is None:
         raise ValueError("The validation loader is empty, or nothing in it counts.")
     outputs = linearization.outputs(first.inputs)
-    likelihood.check_targets(outputs, first.targets.to(linearization.device))
+    likelihood = at_positions(likelihood, linearization.output_layout)
+    likelihood.check_targets(linearization.arranged(outputs), first.targets.to(linearization.device))
 
 
 def _counted_batches(
     likelihood: Likelihood, loader: Iterable[Any], progress: bool
 ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yield inputs, targets, and how much each input counts: (n,)."""
+    """Yield inputs, targets, and how much each target counts: (n, 1) or (n, K)."""
     for inputs, targets, weights in batches(shown(loader, "validation", progress)):
         counts = target_weights(likelihood, targets, weights)
-        once = torch.ones(len(targets), dtype=torch.float64, device=targets.device)
-        yield inputs, targets, once if counts is None else counts.amax(1).double()
+        once = torch.ones(len(targets), 1, dtype=torch.float64, device=targets.device)
+        yield inputs, targets, once if counts is None else counts.double()
 
 
 def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:
     """Return the λ, and with `noise` the factor of σ, of the smallest penalised NLL; None for too few inputs."""
-    data = validation_data(fitted, loader, progress)
-    count = int((data.counts > 0).sum())
+    has_positions = fitted.survey.layout is not None
+    data = (pooled_validation if has_positions else validation_data)(fitted, loader, progress)
+    count = data.num_inputs
     if count < FEWEST_INPUTS:
         warn(
             f"{count} validation inputs are too few to choose λ by; it stays as it was. Give at least {FEWEST_INPUTS}."
         )
         return None
-    total, logs = float(data.counts.sum()), data.taus.log().tolist()
+    total, logs = data.total, data.taus.log().tolist()
     middle = (logs[0] + logs[-1]) / 2
 
     def away(log_tau: float) -> float:

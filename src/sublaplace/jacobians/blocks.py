@@ -256,19 +256,18 @@ class OuterBlock:
         output, source = (second, first) if self.transposed else (first, second)
         return torch.einsum("nkmt,nmt->nkm", self.gradients[:, :, group, output], self.inputs[:, group, source])
 
-    def rotated(self, into_inputs: Tensor, into_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, into_inputs: Tensor, into_outputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return Q_inᵀ a and Q_outᵀ g for a block with one position: (n, G, I) and (n, K, G, O).
 
         Args:
             into_inputs: Q_in, an orthonormal basis (G, I, I).
-            into_outputs: Q_out, an orthonormal basis (G, O, O).
+            into_outputs: Q_out, an orthonormal basis (G, O, O); None: the identity.
         """
-        a = torch.einsum("gij,ngi->ngj", into_inputs, self.inputs[..., 0])
-        g = torch.einsum("gop,nkgo->nkgp", into_outputs, self.gradients[..., 0])
-        return a, g
+        a, g = torch.einsum("gij,ngi->ngj", into_inputs, self.inputs[..., 0]), self.gradients[..., 0]
+        return a, g if into_outputs is None else torch.einsum("gop,nkgo->nkgp", into_outputs, g)
 
-    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
-        """Return the rows in other bases, Q_outᵀ (Σ_t g_t a_tᵀ) Q_in: (n, K, size)."""
+    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor | None) -> Tensor:
+        """Return the rows in other bases, Q_outᵀ (Σ_t g_t a_tᵀ) Q_in: (n, K, size); no Q_out stands for 1."""
         assert into_inputs is not None
         if self.positions == 1:
             a, g = self.rotated(into_inputs, into_outputs)
@@ -280,12 +279,12 @@ class OuterBlock:
         if turns_inputs:
             turned = (torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs) for use in uses)
             uses = tuple(replace(use, inputs=a, is_bias=False) for use, a in zip(uses, turned, strict=True))
-        if turns_outputs:
+        if turns_outputs and into_outputs is not None:
             uses = tuple(replace(use, gradients=_turned(use.gradients, into_outputs)) for use in uses)
         maps = replace(self, uses=uses)._maps_of_rows()
         if not turns_inputs:
             maps = maps @ into_inputs
-        if not turns_outputs:
+        if not turns_outputs and into_outputs is not None:
             maps = into_outputs.transpose(1, 2) @ maps
         return self._stored(maps).reshape(self.num_inputs, self.num_rows, self.size)
 
@@ -294,13 +293,13 @@ class OuterBlock:
         """The number of entries of all factors."""
         return sum(use.inputs.numel() + sum(g.numel() for g in use.gradients) for use in self.uses)
 
-    def turned(self, into_inputs: Tensor, into_outputs: Tensor) -> "OuterBlock":
+    def turned(self, into_inputs: Tensor, into_outputs: Tensor | None) -> "OuterBlock":
         """Return the factored block whose rows are `rotated_rows`."""
         uses = (
             replace(
                 use,
                 inputs=torch.einsum("gij,ngit->ngjt", into_inputs, use.inputs),
-                gradients=_turned(use.gradients, into_outputs),
+                gradients=use.gradients if into_outputs is None else _turned(use.gradients, into_outputs),
                 is_bias=False,
             )
             for use in self.uses
@@ -332,6 +331,12 @@ class OuterBlock:
         if not self.num_rows:
             return self.uses[0].inputs.new_zeros(self.groups, self.fan_out, self.fan_out)
         return _total(_second_moment(g) for use in self.uses for g in use.gradients)
+
+    def gradient_squares(self) -> Tensor:
+        """Return the diagonal of `gradient_moment`, Σ g²: (G, O)."""
+        if not self.num_rows:
+            return self.uses[0].inputs.new_zeros(self.groups, self.fan_out)
+        return _total(g.square().sum((0, 3)) for use in self.uses for g in use.gradients)
 
     @property
     def factor_sides(self) -> tuple[int, ...]:
@@ -440,12 +445,14 @@ class EmbeddingBlock:
         hit = (self.indices[:, :, None] == indices // width).to(self.gradients.dtype)  # (n, T, m)
         return torch.einsum("nktm,ntm->nkm", self.gradients[..., indices % width], hit)
 
-    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor) -> Tensor:
-        """Return the rows in another output basis.
+    def rotated_rows(self, into_inputs: Tensor | None, into_outputs: Tensor | None) -> Tensor:
+        """Return the rows in another output basis; none stands for the identity.
 
         One-hot inputs need no rotation: their second moment is diagonal.
         """
         assert into_inputs is None
+        if into_outputs is None:
+            return self.rows()
         return EmbeddingBlock(self.indices, self.gradients @ into_outputs[0], self.table_rows).rows()
 
     @property
@@ -472,6 +479,10 @@ class EmbeddingBlock:
         """Return Σ_{n,k,t} g gᵀ: (1, D, D)."""
         g = self.gradients.flatten(0, 2)
         return (g.T @ g)[None]
+
+    def gradient_squares(self) -> Tensor:
+        """Return the diagonal of `gradient_moment`: (1, D)."""
+        return self.gradients.square().sum((0, 1, 2))[None]
 
     def num_terms(self, weights: Tensor | None = None) -> float:
         """Return the weighted number of terms, T Σ_n w_n."""

@@ -11,6 +11,7 @@ _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
 _TANGENTS_AT_ONCE = 5  # in forward mode; more leave the caches
 _INPUTS_OF_TANGENTS = 16  # per chunk in forward mode: every chunk reads all vectors
+_MANY_OUTPUTS = 512  # beyond, directions in the outputs take memory that counts
 _COPIES = 3  # of a tangent in activation functions and pooling
 _SHARE_OF_VECTORS = 4  # to reach that number, a chunk may use a quarter of the memory of P
 
@@ -54,6 +55,17 @@ class ChunkPolicy:
             row_by_row: whether only one row per input is formed at a time.
             wanted: the parameters that count.
         """
+        one = self.bytes_per_input(plan, layout, itemsize, rows, row_by_row, wanted)
+        useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)
+        if not row_by_row:
+            vectors = self.num_vectors * layout.num_parameters * itemsize
+            useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
+        return max(1, min(self.memory_budget, useful) // one)
+
+    def bytes_per_input(
+        self, plan: Plan, layout: ParameterLayout, itemsize: int, rows: int, row_by_row: bool, wanted: Wanted = ROWS
+    ) -> int:
+        """Return the memory that one input takes; arguments as of `size`."""
         names = [name for name in layout.names if wanted.includes((name,))]
         general = rows * sum(layout.sizes[name] for name in plan.general if name in names)
         sizes = plan.sizes(wanted)
@@ -62,12 +74,9 @@ class ChunkPolicy:
         graph = 2 * sizes.activations  # outputs of the calls and of the activation functions after them
         passing = 2 * max((call.outputs for call in plan.measured), default=0) // plan.measured_inputs
         elements = held * (sizes.gradients + 2 * largest) + max(graph, passing) + general + 2 * sizes.inputs
-        one = max(1, elements * itemsize)
-        useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)
-        if not row_by_row:
-            vectors = self.num_vectors * layout.num_parameters * itemsize
-            useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
-        return max(1, min(self.memory_budget, useful) // one)
+        if plan.num_outputs > _MANY_OUTPUTS:
+            elements += rows * plan.num_outputs  # the directions themselves
+        return max(1, elements * itemsize)
 
     def tangents_at_once(self, plan: Plan, itemsize: int) -> int:
         """Return how many tangents share a pass in forward mode; fewer if those of one input exceed the budget."""

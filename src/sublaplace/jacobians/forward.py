@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -29,6 +30,31 @@ class Directions(Protocol):
 
     def combined(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """Return Z U, or Z V with the V of `times`, for Z (n, r, ·): (n, r, C)."""
+
+
+@dataclass(frozen=True)
+class ChosenOutputs:
+    """The unit vectors of a few outputs of each input, as directions."""
+
+    places: Tensor  # (n, k)
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Return the unit vectors, (n, k, C)."""
+        rows = outputs.new_zeros(*self.places.shape, outputs.shape[1])
+        return rows.scatter_(2, self.places.unsqueeze(2), 1.0)
+
+    def times(self, outputs: Tensor, products: Tensor) -> Tensor:
+        """Return the chosen rows of M (n, C, r)."""
+        return products.gather(1, self.places.unsqueeze(2).expand(-1, -1, products.shape[2]))
+
+    def combined(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return Z (n, r, k) at the places of the chosen outputs, (n, r, C)."""
+        rows = outputs.new_zeros(*weights.shape[:2], outputs.shape[1])
+        return rows.scatter_add_(2, self.places.unsqueeze(1).expand(weights.shape), weights)
+
+    def part(self, start: int, stop: int) -> "ChosenOutputs":
+        """Return the directions of some of the inputs."""
+        return ChosenOutputs(self.places[start:stop])
 
 
 class _ForwardMode(TorchFunctionMode):

@@ -111,6 +111,10 @@ class CurvedHeadBlock:
         """Return Σ_n H: (1, C, C)."""
         return self.hessians[None]
 
+    def gradient_squares(self) -> Tensor:
+        """Return the diagonal of `gradient_moment`: (1, C)."""
+        return self.hessians.diagonal()[None]
+
     def input_moment(self, weights: Tensor | None = None) -> Tensor:
         """Return Σ_n w_n a aᵀ for weights (n,), by default 1: (1, I, I)."""
         weighted = self.inputs if weights is None else self.inputs * weights.to(self.inputs)[:, None]

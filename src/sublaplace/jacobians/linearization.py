@@ -15,7 +15,7 @@ from sublaplace.data.batches import num_inputs, select
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.costs import cost_by_features, cost_by_rows, cost_forward
-from sublaplace.jacobians.forward import Directions, LazyBlocks, forward_mode_works, forward_products
+from sublaplace.jacobians.forward import ChosenOutputs, Directions, LazyBlocks, forward_mode_works, forward_products
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Forward, Network
 from sublaplace.jacobians.passes import Cotangents, ForwardPass, OutputHessians
@@ -24,8 +24,9 @@ from sublaplace.jacobians.probing import probed
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.calling import call_model
 from sublaplace.model.linalg import Vectors
+from sublaplace.model.output_layout import FlatOutputs, OutputLayout
 from sublaplace.model.parameters import ParameterLayout
-from sublaplace.runtime.memory import on_disk
+from sublaplace.runtime.memory import on_disk, require
 
 _LARGEST_KEPT_BLOCK = 2**25 - 2**13  # bytes, just below glibc's limit
 
@@ -77,6 +78,17 @@ class Linearization:
     def forward(self) -> Forward:
         """How the model is called."""
         return self.network.forward
+
+    @property
+    def output_layout(self) -> OutputLayout | None:
+        """The arrangement of the outputs in the last pass; None: they are (n, C)."""
+        forward = self.network.forward
+        return forward.layout if isinstance(forward, FlatOutputs) else None
+
+    def arranged(self, outputs: Tensor) -> Tensor:
+        """Return outputs (n, K) of the last pass in the network's arrangement: (n, …)."""
+        layout = self.output_layout
+        return outputs if layout is None else layout.arranged(outputs)
 
     @property
     def layout(self) -> ParameterLayout:
@@ -183,6 +195,10 @@ class Linearization:
         plan = self._current
         return None if plan is None or plan.general else plan.num_features
 
+    def num_outputs_seen(self) -> int | None:
+        """Return the number of outputs in the last pass, C; None if there was no pass yet."""
+        return None if self._current is None else self._current.num_outputs
+
     def _in_units(self, jacobian: Jacobian) -> Jacobian:
         return jacobian if self.units is None else jacobian.scaled(self.units)
 
@@ -238,7 +254,7 @@ class Linearization:
 
         Args:
             inputs: the batch.
-            cotangents: as in `jacobian`, for the whole batch.
+            cotangents: as in `jacobian`, for the whole batch, or chosen outputs.
             wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
         """
         self.look_at(inputs)
@@ -246,16 +262,26 @@ class Linearization:
         rows = plan.num_outputs
         if self.uses_features(inputs, wanted) and plan.num_features is not None:
             rows = plan.num_features
-        if cotangents is None and wanted.products is not None and self.prefers_products(inputs, rows, wanted):
+        chosen = cotangents if isinstance(cotangents, ChosenOutputs) else None
+        if chosen is not None:
+            rows = chosen.places.shape[1]
+        elif isinstance(cotangents, Tensor):
+            rows = cotangents.shape[1]
+        elif cotangents is None and wanted.products is not None and self.prefers_products(inputs, rows, wanted):
             step = self.products_chunk_size(inputs, wanted)
             for start in range(0, num_inputs(inputs), step):
                 yield self.products_jacobian(select(inputs, slice(start, start + step)), wanted)
             return
-        given = cotangents.shape[1] if isinstance(cotangents, Tensor) else rows
-        step = self.chunk_size(inputs, given, wanted=wanted)
+        forward = chosen is not None and self.prefers_forward(inputs, rows, wanted)
+        step = self.forward_chunk_size(inputs, wanted) if forward else self.chunk_size(inputs, rows, wanted=wanted)
         for start in range(0, num_inputs(inputs), step):
-            own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
-            yield self.jacobian(select(inputs, slice(start, start + step)), own, wanted)
+            part = select(inputs, slice(start, start + step))
+            if chosen is not None:
+                few = chosen.part(start, start + step)
+                yield self.forward_jacobian(part, few) if forward else self.jacobian(part, few, wanted)
+            else:
+                own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
+                yield self.jacobian(part, own, wanted)
 
     # Products with vectors --------------------------------------------------------------------------------------------
 
@@ -376,7 +402,8 @@ class Linearization:
             self.passes += len(outputs) * cotangents.shape[1]
 
         blocks = LazyBlocks(lambda: self.jacobian(inputs, directions).blocks)
-        return Jacobian(self.layout, blocks, outputs, outputs.shape[1], forward=forward, transposed=transposed)
+        rows = directions.places.shape[1] if isinstance(directions, ChosenOutputs) else outputs.shape[1]
+        return Jacobian(self.layout, blocks, outputs, rows, forward=forward, transposed=transposed)
 
     # Sizes ------------------------------------------------------------------------------------------------------------
 
@@ -407,7 +434,18 @@ class Linearization:
         plan = self._plan(inputs)
         policy = self.policy if num_vectors is None else replace(self.policy, num_vectors=num_vectors)
         rows = plan.num_outputs if rows is None else rows
-        return policy.size(plan, self.layout, self.dtype.itemsize, rows, row_by_row, wanted)
+        arguments = (plan, self.layout, self.dtype.itemsize, rows, row_by_row, wanted)
+        one = policy.bytes_per_input(*arguments)
+        if rows > 1 and not row_by_row and one > policy.memory_budget:
+            require(
+                one,
+                self.device,
+                f"The set of {rows:,} Jacobian rows of one input with {plan.num_outputs:,} outputs",
+                "Products with P take forward mode instead of rows: use a subspace without a complement "
+                "(complement=None). Or use fewer positions or outputs per input, such as "
+                "functional_variance(x, outputs=…), or sampled directions, Resources(curvature_samples=10).",
+            )
+        return policy.size(*arguments)
 
     def _plan(self, inputs: Any) -> Plan:
         """Return the plan of the last pass; if there was none, that of these inputs."""
@@ -465,6 +503,7 @@ class Linearization:
                 plan.general |= {name: capture.unusual[name] for name in missed}
                 plan.general_batched = False
             plan.measure(capture.calls, num_inputs(inputs))
+            plan.num_outputs = outputs.shape[1]  # sequences of another length have others
             self._current = plan
             return plan, capture, outputs
         raise RuntimeError(

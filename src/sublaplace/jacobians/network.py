@@ -196,9 +196,10 @@ def _wrong_shape(outputs: Any, n: int) -> str:
     if not positions:
         return message + "Wrap it in a module that returns a tensor of this shape."
     return message + (
-        "These look like outputs at several positions of an input. Wrap it in a module. Three ways to go on: return "
-        "the output at one position, or a mean over them; make every position an input of its own; or, if the outputs "
-        f"are independent numbers or yes/no answers, return them and their targets flattened to ({n}, positions · C)."
+        "These look like outputs at several positions of an input. Three ways to go on: for a class at every position, "
+        f"name the dimension of the classes in outputs ({n}, …), as in likelihood=Categorical(class_dim=1); wrap the "
+        "model in a module that returns the output at one position, or a mean over them; or make every position an "
+        "input of its own."
     )
 
 

@@ -66,7 +66,8 @@ def _subset_diagonal(context: ProjectorContext) -> Subset:
 
 
 def _last_layer(context: ProjectorContext) -> Subset:
-    return last_layer(context.linearization, context.num_outputs)
+    layout = context.linearization.output_layout
+    return last_layer(context.linearization, (context.num_outputs,) if layout is None else layout.shape)
 
 
 def _no_reduction(context: ProjectorContext) -> Projection:

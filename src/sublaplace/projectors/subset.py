@@ -24,15 +24,19 @@ def diagonal_variances(precision: BlockPrecision) -> Tensor:
     return torch.cat(variances)
 
 
-def last_layer(linearization: Linearization, num_outputs: int) -> Subset:
+def last_layer(linearization: Linearization, shape: tuple[int, ...]) -> Subset:
     """Select all parameters of the network's last linear layer, in order.
+
+    Args:
+        linearization: the network.
+        shape: of the outputs of an input, (C,) or with positions; the layer must have as many outputs as one side.
 
     Raises:
         ValueError: if the network does not end in a linear layer whose parameters require grad.
     """
     names = linearization.last_linear()
     layout = linearization.layout
-    if not names or num_outputs not in layout.shape(names[0]):
+    if not names or set(shape).isdisjoint(layout.shape(names[0])):
         raise ValueError(
             "projector='last-layer' needs a network that ends in a linear layer whose parameters require grad; "
             "none was found. Use 'subset-magnitude' or a low-rank projector."

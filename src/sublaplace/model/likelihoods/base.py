@@ -191,6 +191,48 @@ class Likelihood(ABC):
         """Whether rows of R may be negligible for some inputs and not for others."""
         return len(self.curvature_scales) == 1
 
+    # Outputs with positions, such as those of a sequence; `AtPositions` is the likelihood of all of them --------------
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether outputs may have positions, (n, …): the likelihood then holds at each of them."""
+        return False
+
+    @property
+    def class_dim(self) -> int | None:
+        """The dimension of the outputs (n, …) with the classes; None: every entry is an output of its own."""
+        return None
+
+    @property
+    def of_one_position(self) -> "Likelihood":
+        """The likelihood of a single position."""
+        return self
+
+    def by_position(self, values: Tensor) -> Tensor:
+        """Return what belongs to the outputs, (n, L·C, …), with a row for each position: (n·L, C, …)."""
+        return values
+
+    def targets_by_position(self, targets: Tensor) -> Tensor:
+        """Return the targets with a row for each position."""
+        return targets
+
+    def counts_by_position(self, counts: Tensor, outputs: Tensor) -> Tensor:
+        """Return how much each position counts, (n·L,), from how much each target does, (n, 1) or (n, K)."""
+        return self.by_position(counts.expand(outputs.shape)).amax(1)
+
+    def spread_weights(self, weights: Tensor) -> Tensor:
+        """Return sample weights as weights of targets: (n, 1), or one per output, (n, K).
+
+        Raises:
+            ValueError: for weights of positions, where the outputs have none.
+        """
+        if weights.ndim > 1:
+            raise ValueError(
+                f"Weights of shape {tuple(weights.shape)} belong to outputs with positions; these have none, so give "
+                "one weight per input."
+            )
+        return weights[:, None]
+
     # The noise σ, which only a Gaussian has ---------------------------------------------------------------------------
 
     @property
@@ -252,11 +294,11 @@ def _spread(numbers: tuple[float, ...], outputs: Tensor) -> Tensor:
 
 
 def target_weights(likelihood: Likelihood, targets: Tensor, weights: Tensor | None) -> Tensor | None:
-    """Return how much each target counts, from sample weights (n,) and ignored targets: (n, 1), (n, C); None: once."""
+    """Return how much each target counts, from sample weights and ignored targets: (n, 1), (n, C); None: once."""
     counted = likelihood.counted(targets)
     if weights is None:
         return None if counted is None else counted.double()
-    each = weights.double()[:, None]
+    each = likelihood.spread_weights(weights.double())
     return each if counted is None else each * counted
 
 

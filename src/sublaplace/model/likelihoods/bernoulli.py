@@ -24,7 +24,7 @@ class Bernoulli(Likelihood):
     """Independent yes/no outputs, p(y_c|f) = sigmoid(f_c) for y_c = 1: H = diag φ(1 − φ).
 
     One output is binary classification, several are multi-label classification. Targets are 0 or 1, of the shape of
-    the outputs (n, C), or (n,) for one output.
+    the outputs (n, C), or (n,) for one output. Outputs may have any shape (n, …): every entry is an output of its own.
 
     Args:
         ignore_index: targets equal to it do not count (missing labels).
@@ -39,6 +39,10 @@ class Bernoulli(Likelihood):
 
     @property
     def has_probabilities(self) -> bool:
+        return True
+
+    @property
+    def takes_positions(self) -> bool:
         return True
 
     @property

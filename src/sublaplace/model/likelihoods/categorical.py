@@ -28,14 +28,20 @@ _EIGENVECTORS_UP_TO = 64  # classes
 class Categorical(Likelihood):
     """p(y|f) = softmax(f)_y: H = diag φ − φφᵀ, of rank C − 1.
 
+    Outputs (n, …) with a class at every position, such as those of a sequence or a segmentation, need `class_dim`.
+    Targets are then one label per position. The log-likelihood of an input is the sum over its positions.
+
     Args:
-        ignore_index: inputs with this label do not count.
+        ignore_index: inputs, or positions of them, with this label do not count.
         link: how logits and their variances become probabilities, "pairwise" or "probit". λ is tuned for it, and
             predictions use it unless they name another one.
+        class_dim: the dimension of the outputs with the classes, such as 1 for (n, C, H, W) or −1 for (n, T, C). None:
+            outputs are (n, C).
     """
 
     ignore_index: int | None = None
     link: str = "pairwise"
+    class_dim: int | None = None
     name: ClassVar[str] = "classification"
     absent: ClassVar[dict[str, Any]] = {"link": "probit"}
 
@@ -45,6 +51,14 @@ class Categorical(Likelihood):
                 f"The link of a likelihood must be 'pairwise' or 'probit', not '{self.link}'. Others are for "
                 "predictions: la.predict(x, link='mc')."
             )
+        if self.class_dim is not None and (isinstance(self.class_dim, bool) or not isinstance(self.class_dim, int)):
+            raise TypeError(f"class_dim must be an integer or None, not {self.class_dim!r}.")
+        if self.class_dim == 0:
+            raise ValueError("class_dim=0 is the batch; give the dimension of the classes, such as 1 or -1.")
+
+    @property
+    def takes_positions(self) -> bool:
+        return self.class_dim is not None
 
     @property
     def default_link(self) -> str:

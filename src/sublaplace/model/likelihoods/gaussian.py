@@ -20,6 +20,9 @@ POOLED, PER_OUTPUT = "pooled", "per-output"
 class Gaussian(Likelihood):
     """p(y|f) = N(y | f, diag σ²): H = diag σ⁻².
 
+    Outputs may have any shape (n, …). Beyond (n, C), every entry is an output of its own with the same σ, and targets
+    have the shape of the outputs.
+
     Args:
         noise_std: σ, one number or one for each output. None: the root mean square of the training residuals, pooled
             over the outputs; "per-output": that of each output.
@@ -52,6 +55,10 @@ class Gaussian(Likelihood):
 
     @property
     def has_noise(self) -> bool:
+        return True
+
+    @property
+    def takes_positions(self) -> bool:
         return True
 
     @property

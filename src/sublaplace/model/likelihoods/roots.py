@@ -81,3 +81,29 @@ class SoftmaxRoot:
 
     def diagonal(self) -> Tensor:
         return self.probabilities * (1 - self.probabilities)
+
+
+@dataclass(frozen=True)
+class PositionsRoot:
+    """The block-diagonal root of inputs with L positions each, from the roots of the single positions.
+
+    K = L·k and L·C columns; nothing larger than the arguments is formed.
+    """
+
+    single: Root  # of all positions of all inputs: (n·L, k, C)
+    positions: int  # L
+
+    def times(self, columns: Tensor) -> Tensor:
+        L = self.positions
+        return self.single.times(columns.unflatten(1, (L, -1)).flatten(0, 1)).unflatten(0, (-1, L)).flatten(1, 2)
+
+    def combined(self, weights: Tensor) -> Tensor:
+        L = self.positions
+        rows = weights.unflatten(2, (L, -1)).transpose(1, 2).flatten(0, 1)  # (n·L, m, k)
+        return self.single.combined(rows).unflatten(0, (-1, L)).transpose(1, 2).flatten(2)
+
+    def squared_lengths(self) -> Tensor:
+        return self.single.squared_lengths().unflatten(0, (-1, self.positions)).flatten(1)
+
+    def diagonal(self) -> Tensor:
+        return self.single.diagonal().unflatten(0, (-1, self.positions)).flatten(1)

@@ -62,7 +62,7 @@ def test_every_public_member_is_the_same_under_autocast(member, likelihood):
     assert same(found, expected)
 
 
-LAZY = ["probabilities", "variance", "covariance", "total", "aleatoric", "epistemic", "mutual_information"]
+LAZY = ["mean", "probabilities", "variance", "covariance", "total", "aleatoric", "epistemic", "mutual_information"]
 
 
 @pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
@@ -80,7 +80,7 @@ def test_what_a_prediction_computes_later_is_the_same_under_autocast(name, likel
 
 def test_the_table_has_all_that_a_prediction_computes_later():
     computed = {name for name, value in vars(Prediction).items() if hasattr(value, "__get__") and not callable(value)}
-    assert {name for name in computed if not name.startswith("_")} == {*LAZY, "has_probabilities"}
+    assert {name for name in computed if not name.startswith("_")} == {*LAZY, "has_probabilities", "class_dim"}
 
 
 def test_intervals_are_the_same_under_autocast():

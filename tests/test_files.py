@@ -120,11 +120,11 @@ def test_a_file_that_may_not_be_read_is_told_in_our_words(tmp_path, monkeypatch)
 
 
 def in_little_room(work, *arguments):
-    """Runs `work` in a process of its own that cannot write files larger than 2,000 bytes."""
+    """Runs `work` in a process of its own that cannot write files larger than 3,000 bytes."""
 
     def run(sender):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         try:
             sender.send(work(*arguments))
         except BaseException as error:

@@ -71,13 +71,15 @@ class Jacobian:
         raise ValueError("A product with the Jacobian overflows; use a float64 model.")
 
     def matmul(self, vectors: Vectors) -> Tensor:
-        """Return J V for r vectors V: (n, K, r)."""
+        """Return J V for r vectors V: (n, K, r). V is zero for parameters that `vectors` does not have."""
         if self.forward is not None:
             return self.require_finite(self.forward(vectors))
         r = len(next(iter(vectors.values())))
         result = self.outputs.new_zeros(self.num_inputs, self.num_rows, r)
         features, mix = None, None  # W is multiplied by the sum over all parameters, once
         for name, block in self.blocks.items():
+            if name not in vectors:
+                continue
             if isinstance(block, FeatureBlock):
                 found, mix = block.inner.matmul(vectors[name]), block.mix
                 features = found if features is None else features.add_(found)

@@ -37,8 +37,8 @@ NUM_TRAIN = {"diabetes": 331, "digits": 500}
 BARE = "bare subspace, λ of the training"
 POSTERIORS: dict[str, dict[str, Any]] = {
     BARE: {"complement": None, "prior_precision": "evidence"},
-    "default": {},
-    "default, validation_fraction=0.1": {"validation_fraction": 0.1},
+    "λ from the training data": {"validation_fraction": None},
+    "λ from a held-out tenth": {"validation_fraction": 0.1},
 }
 
 Array = NDArray[np.float64]
@@ -170,8 +170,8 @@ def markdown(comparison: dict[tuple[str, str], list[Scores]]) -> str:
         f"Mean ± standard deviation over {count} random splits: diabetes with 331 training and 111 test data, digits "
         "with 500 and 1,297. diabetes: error is the root mean square error in units of the target, calibration the "
         "coverage of 90 % intervals (0.90 is right). digits: error is the share of wrong labels, calibration the "
-        "expected calibration error (0 is right). Lower NLL is better. With validation_fraction=0.1, a tenth of the "
-        "training data is held out for tuning, and the network is trained on the rest."
+        "expected calibration error (0 is right). Lower NLL is better. Holding out a tenth is the default for "
+        "classes, λ from the training data that for numbers; the network is trained on the rest."
     )
     return "\n".join([*lines, "", notes, ""])
 

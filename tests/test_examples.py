@@ -31,7 +31,7 @@ def test_the_comparison_with_gaussian_processes_has_all_methods():
     for data in ("diabetes", "digits"):
         plain, *posteriors = (
             next(runs[0] for (name, method), runs in found.items() if name == data and method.startswith(kind))
-            for kind in ("plain", "bare", "default", "default, validation")
+            for kind in ("plain", "bare", "λ from the training", "λ from a held-out")
         )
         assert all(scores["NLL"] != plain["NLL"] for scores in posteriors)
     assert sklearn_comparison.markdown(found).count("\n| di") == 10

@@ -103,6 +103,7 @@ def _introduction() -> str:
   calibrated predictor with the same confidences: chance alone gives that much. AUROC tells how well a low top-class
   probability finds the misclassified inputs.
 - ± is the standard error over the splits. Ranks are by NLL, with 95 % bootstrap intervals over the data sets.
+- The ECE of a bootstrap resample is biased upwards. "Reflected" is the interval mirrored at the ECE, which takes this bias away.
 - Seconds are processor time of fit and prediction on one thread, without training. For the ensemble and for dropout
   that leaves out most of the cost."""
 
@@ -211,12 +212,23 @@ def _single_set(name: str, lines: Sequence[Line]) -> str:
             score: mean_over_splits({line.split: line.scores[score] for line in found if score in line.scores})
             for score in ("nll", "ece", "ece_low", "ece_high", "ece_perfect", "brier", "accuracy", "auroc")
         }
-        interval = f"{means['ece_low'].value:.4f} to {means['ece_high'].value:.4f}"
+        low, high = means["ece_low"].value, means["ece_high"].value
+        ece = means["ece"].value
+        interval = f"{low:.4f} to {high:.4f}"
+        # The ECE of a resample is biased upwards, by about as much as that of the sample; reflecting takes this away.
+        reflected = f"{max(0.0, 2 * ece - high):.4f} to {max(0.0, 2 * ece - low):.4f}"
         seconds = sum(line.seconds for line in found) / len(found)
-        cells = [_cell(means["nll"], 4), _cell(means["ece"], 4), interval, f"{means['ece_perfect'].value:.4f}"]
+        cells = [
+            _cell(means["nll"], 4),
+            _cell(means["ece"], 4),
+            interval,
+            reflected,
+            f"{means['ece_perfect'].value:.4f}",
+        ]
         cells += [_cell(means[score], 4) for score in ("brier", "accuracy", "auroc")]
         rows.append([_label(method), *cells, f"{seconds:.1f}"])
-    headings = ["", "NLL", "ECE", "95 % interval", "ECE if perfect", "Brier", "accuracy", "AUROC", "seconds"]
+    headings = ["", "NLL", "ECE", "95 % interval", "reflected", "ECE if perfect"]
+    headings += ["Brier", "accuracy", "AUROC", "seconds"]
     note = all_sets()[name].note if name in all_sets() else ""
     count = f"{lines[0].num_test:,} test inputs, {len(splits)} split{'s' if len(splits) > 1 else ''}."
     return f"### {name}\n\n{note} {count}\n\n{_markdown(headings, rows)}"

@@ -103,7 +103,8 @@ def _introduction() -> str:
   calibrated predictor with the same confidences: chance alone gives that much. AUROC tells how well a low top-class
   probability finds the misclassified inputs.
 - ± is the standard error over the splits. Ranks are by NLL, with 95 % bootstrap intervals over the data sets.
-- The ECE of a bootstrap resample is biased upwards. "Reflected" is the interval mirrored at the ECE, which takes this bias away.
+- The ECE of a bootstrap resample is biased upwards. "Reflected" is the interval mirrored at the ECE, which takes this
+  bias away.
 - Seconds are processor time of fit and prediction on one thread, without training. For the ensemble and for dropout
   that leaves out most of the cost."""
 

@@ -18,6 +18,12 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Projection
 from sublaplace.runtime.warning import warn
 
+KEPT_BYTES = 2**28
+"""Up to this size, a second form of Q is kept for predictions, so that rows are formed only once."""
+
+LARGEST_CANCELLATION = 100.0
+"""The largest ratio of a variance of Ψ_K to one of Ψ̃ for which the latter is computed by differences."""
+
 
 @dataclass(frozen=True)
 class ComplementedPosterior:
@@ -29,8 +35,9 @@ class ComplementedPosterior:
 
         Σ̃ = Σ_P + J_c Ψ_K J_cᵀ,    J_c = J − (J Q) A⁻¹ (ΛQ)ᵀ,
 
-    a sum of squares, so it is never indefinite by rounding. Kept are Q and B = Ψ_K^½ ΛQ, the latter in the eigenbasis
-    of Ψ_K: memory 2·p·s. Cost of a prediction: that of the subspace, of KFAC, and K·p·s multiplications per input.
+    a sum of squares. Kept are Q and B = Ψ_K^½ ΛQ, the latter in the eigenbasis of Ψ_K: memory 2·p·s, and p·s more for
+    predictions if that is at most `KEPT_BYTES`. Cost of a prediction: that of KFAC, and 2·K·p·s multiplications per
+    input.
     """
 
     inside: SubspacePosterior
@@ -197,7 +204,11 @@ class ComplementedPosterior:
 
     def _inside_rows(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         """Return J Q L⁻ᵀ and J Q A⁻¹, with L Lᵀ = A: (n, K, s) in float64."""
-        whitened = self.inside.whitened(jacobian)
+        return self._solved(self.projection.apply(jacobian))
+
+    def _solved(self, products: Tensor) -> tuple[Tensor, Tensor]:
+        """Return J Q L⁻ᵀ and J Q A⁻¹ from J Q."""
+        whitened = self.inside.whiten(products)
         flat = whitened.flatten(0, 1).T
         return whitened, torch.linalg.solve_triangular(self.inside.factor.T, flat, upper=True).T.view_as(whitened)
 
@@ -260,34 +271,68 @@ class ComplementedPosterior:
         assert squares is not None and products is not None and mix is not None
         measured += mix @ products
         outside += mix @ squares @ mix.T if whole else ((mix @ squares) * mix).sum(2)
-        outside, measured = outside.double(), measured.double()
-        if whole:
-            cross = solved @ measured.transpose(1, 2)
-            return outside - cross - cross.transpose(1, 2) + solved @ self._gram @ solved.transpose(1, 2)
-        return (outside + ((solved @ self._gram - 2 * measured) * solved).sum(2)).clamp_min(0)
+        return self._difference(outside.double(), measured.double(), solved)
+
+    @cached_property
+    def _whitened_basis(self) -> Vectors | None:
+        """Ψ_K^-½Q in the eigenbasis of Ψ_K, (s, size) per parameter; None if it takes more than `KEPT_BYTES`."""
+        if self.outside.layout.num_parameters * self.dim * next(iter(self.mixed.values())).itemsize > KEPT_BYTES:
+            return None
+        parts = self.outside.parts.items()
+        return {
+            name: part.rotate(self.projection.part(name)) * (part.eigenvalues() + self.prior_precision).sqrt()
+            for name, part in parts
+        }
+
+    def _by_shared_rows(self, jacobian: Jacobian, basis: Vectors, whole: bool) -> Tensor | None:
+        """Return Σ̃, or its diagonal, by `_by_differences` from rows JΨ_K^½ that are formed once and give JQ as well.
+
+        None if the subspace holds so much of a variance that a difference would lose digits.
+        """
+        n, K = jacobian.num_inputs, jacobian.num_rows
+        zeros = jacobian.outputs.new_zeros
+        products, measured = zeros(n, K, self.dim), zeros(n, K, self.dim)
+        outside = zeros((n, K, K) if whole else (n, K))
+        for name, block in jacobian.blocks.items():
+            rows = self.outside.parts[name].whiten(block, self.prior_precision)
+            products += rows @ basis[name].T
+            measured += rows @ self.mixed[name].T
+            outside += rows @ rows.transpose(1, 2) if whole else rows.square().sum(2)
+        whitened, solved = self._solved(products)
+        rest = self._difference(outside.double(), measured.double(), solved)
+        total = rest + (whitened @ whitened.transpose(1, 2) if whole else whitened.square().sum(2))
+        before, after = (values.diagonal(dim1=1, dim2=2) if whole else values for values in (outside, total))
+        return total if (before <= LARGEST_CANCELLATION * after).all() else None
+
+    def _difference(self, outside: Tensor, measured: Tensor, solved: Tensor) -> Tensor:
+        """Return JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ from JΨ_KJᵀ, JV and M = JQA⁻¹; of a diagonal its diagonal."""
+        if outside.dim() == 2:
+            return (outside + ((solved @ self._gram - 2 * measured) * solved).sum(2)).clamp_min(0)
+        cross = solved @ measured.transpose(1, 2)
+        return outside - cross - cross.transpose(1, 2) + solved @ self._gram @ solved.transpose(1, 2)
+
+    def _covariance(self, jacobian: Jacobian, whole: bool) -> Tensor:
+        """Return Σ̃ for each input, (n, K, K), or its diagonal, (n, K)."""
+        basis = None if jacobian.has_features else self._whitened_basis
+        total = None if basis is None else self._by_shared_rows(jacobian, basis, whole)
+        if total is None:
+            whitened, solved = self._inside_rows(jacobian)
+            total = whitened @ whitened.transpose(1, 2) if whole else whitened.square().sum(2)
+            if jacobian.has_features:
+                total = total + self._by_differences(jacobian, solved, whole)
+            else:
+                for name in self.mixed:
+                    rows = self._outside_rows(name, jacobian, solved)
+                    total = total + (rows @ rows.transpose(1, 2) if whole else rows.square().sum(2))
+        return jacobian.require_finite(total.to(jacobian.outputs.dtype))
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         """Return Σ̃ for each input: (n, K, K)."""
-        whitened, solved = self._inside_rows(jacobian)
-        if jacobian.has_features:
-            total = whitened @ whitened.transpose(1, 2) + self._by_differences(jacobian, solved, whole=True)
-            return jacobian.require_finite(total.to(jacobian.outputs.dtype))
-        result = (whitened @ whitened.transpose(1, 2)).to(jacobian.outputs.dtype)
-        for name in self.mixed:
-            rows = self._outside_rows(name, jacobian, solved)
-            result += rows @ rows.transpose(1, 2)
-        return jacobian.require_finite(result)
+        return self._covariance(jacobian, whole=True)
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         """Return the diagonal of `covariance`: (n, K)."""
-        whitened, solved = self._inside_rows(jacobian)
-        if jacobian.has_features:
-            total = whitened.square().sum(2) + self._by_differences(jacobian, solved, whole=False)
-            return jacobian.require_finite(total.to(jacobian.outputs.dtype))
-        result = whitened.square().sum(2).to(jacobian.outputs.dtype)
-        for name in self.mixed:
-            result += self._outside_rows(name, jacobian, solved).square().sum(2)
-        return jacobian.require_finite(result)
+        return self._covariance(jacobian, whole=False)
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:
         """Return Σ̃ over all inputs together, (nK, nK), by one pass for each group of parameters whose rows fit."""

@@ -125,9 +125,12 @@ class SubspacePosterior:
 
         Cost: n·K·s².
         """
-        rows = self.projection.apply(jacobian)
-        n, K, s = rows.shape
-        solved = torch.linalg.solve_triangular(self.factor, rows.reshape(n * K, s).double().T, upper=False)
+        return self.whiten(self.projection.apply(jacobian))
+
+    def whiten(self, products: Tensor) -> Tensor:
+        """Return J P L⁻ᵀ in float64 from products J P of shape (n, K, s)."""
+        n, K, s = products.shape
+        solved = torch.linalg.solve_triangular(self.factor, products.reshape(n * K, s).double().T, upper=False)
         return solved.T.reshape(n, K, s)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:

@@ -34,6 +34,7 @@ class _BinnedPart:
     order: Tensor  # (size,)
     starts: tuple[tuple[int, int, int], ...]  # (bin, start, stop) in that order
     vectors: Tensor | None  # Z, with T, in that basis and order: (s, size); None without a subspace
+    inside: Tensor | None = None  # QT likewise, if it is kept
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,14 @@ class ComplementSweep:
         if posterior is not None:
             for name, part in parts.items():
                 Z, Q = (turn.T.to(half) @ half[:, part.order] for half in posterior.product_and_basis(name, unit))
+                inside = Q if posterior.keeps_basis else None
                 for place, start, stop in part.starts:
                     some, share = Q[:, start:stop], fixed  # Z is Y yet
                     if along_prior:
                         share = -fixed * float(eigenvalues[place])
                         base += share * _gram(some)
                     grams[place] += _gram(Z[:, start:stop].add_(some, alpha=share))
-                parts[name] = replace(part, vectors=Z)
+                parts[name] = replace(part, vectors=Z, inside=inside)
         projection = None if posterior is None else posterior.projection
         return cls(along_prior, fixed, projection, values, turn, base, eigenvalues, parts, grams)
 
@@ -113,8 +115,7 @@ class ComplementSweep:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""
         if jacobian.has_features:
             return self._with_features(jacobian, points)
-        squares, products = self._sums(jacobian, whole)
-        rows = self._inside_rows(jacobian)
+        squares, products, rows = self._sums(jacobian, whole)
         step = max(1, _NUMBERS_AT_ONCE // max(1, products[0].numel() + self.grams[0].numel()))
         some = points.to(squares.device).split(step)
         return torch.cat([self._at(rows, squares, products, each) for each in some])
@@ -152,7 +153,7 @@ class ComplementSweep:
 
         The sums by bin are those of the F features. The last layer's part of each point comes from its factors, with
         eigenvalues rounded to the same bins. What has C rows is multiplied in the model's dtype, as predictions are.
-        Cost: C·(F + C)·s per input and point.
+        Cost: C·(F² + (F + C)·s) per input and point.
         """
         dtype = jacobian.outputs.dtype
         inner, heads, mix = {}, [], None
@@ -160,18 +161,20 @@ class ComplementSweep:
             if isinstance(block, FeatureBlock):
                 inner[name], mix = block.inner, block.mix
             elif isinstance(block, HeadBlock):
-                heads.append((self._head(name, block), block.inputs))
+                head = self._head(name, block)
+                heads.append((head, *head.unit_sums(block.inputs, len(self.eigenvalues))))
             else:
                 raise TypeError("Only the last layer may have rows of its own beside those of features.")
         assert mix is not None
         features = replace(jacobian, blocks=inner, num_rows=mix.shape[1])
-        squares, products = self._sums(features, whole=True)
+        squares, products, _ = self._sums(features, whole=True)
         rows, result = self._inside_rows(jacobian), []
         for tau, factors in zip(*self._priors_and_factors(points.to(squares.device)), strict=True):
             (square,), (product,) = _over_bins(factors[None], squares), _over_bins(factors[None], products)
             total, mixed = ((mix @ square.to(dtype)) * mix).sum(2), mix @ product
-            for head, inputs in heads:
-                total, mixed = total + head.variances(inputs, factors), mixed + head.products(inputs, factors)
+            for head, unit_squares, unit_products in heads:
+                (unit_square,), (unit_product,) = (_over_bins(factors[None], x) for x in (unit_squares, unit_products))
+                total, mixed = total + head.variances(unit_square).to(dtype), mixed + head.products(unit_product)
             m = rows / (self.values + tau)
             inner_product = m @ (self.base + _over_bins(factors[None], self.grams)[0])
             result.append(total.double() + ((inner_product - 2 * mixed.double()) * m).sum(2))
@@ -183,24 +186,33 @@ class ComplementSweep:
             self.heads[name] = _HeadPart.of(self.parts[name], block)
         return self.heads[name]
 
-    def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return by bin Σ j_k² (B, n, K), or Σ j_k j′_k (B, n, K, K), and Σ j_k Z_k: (B, n, K, s)."""
+    def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return by bin Σ j_k² (B, n, K), or Σ j_k j′_k (B, n, K, K), and Σ j_k Z_k (B, n, K, s), and J Q T (n, K, s).
+
+        The last comes from the same rows if QT is kept in their basis.
+        """
         n, K, s, B = jacobian.num_inputs, jacobian.num_rows, len(self.values), len(self.eigenvalues)
-        device = jacobian.outputs.device
+        device, dtype = jacobian.outputs.device, jacobian.outputs.dtype
         squares = torch.zeros(B, n, K, *([K] if whole else []), dtype=torch.float64, device=device)
-        products = torch.zeros(B, n, K, s, dtype=jacobian.outputs.dtype, device=device)  # no more digits than its terms
+        products = torch.zeros(B, n, K, s, dtype=dtype, device=device)  # no more digits than its terms
+        kept = all(part.inside is not None for part in self.parts.values())
+        inside = torch.zeros(n, K, s, dtype=torch.float64, device=device) if kept else self._inside_rows(jacobian)
         for name, block in jacobian.blocks.items():
             binned = self.parts[name]
             if isinstance(block, HeadBlock) and block.inputs.shape[1] > K:
                 self._head(name, block).add_sums(block.inputs, squares, products)
+                if kept and self.projection is not None:
+                    inside += block.matmul(self.projection.part(name)).double() @ self.turn
                 continue
             rows = binned.part.rotated_rows(block).index_select(2, binned.order)
+            if binned.inside is not None:
+                inside += rows @ binned.inside.T
             for place, start, stop in binned.starts:
                 some = rows[:, :, start:stop]
                 squares[place] += (some @ some.transpose(1, 2)) if whole else some.square().sum(2)
                 if binned.vectors is not None:
                     products[place] += some @ binned.vectors[:, start:stop].T
-        return squares, products
+        return squares, products, inside
 
 
 @dataclass(frozen=True)
@@ -239,34 +251,40 @@ class _HeadPart:
         vectors = [self.vectors[:, k, order].T.contiguous() for k, order in enumerate(orders)]
         return orders, vectors, [_runs(bins[order]) for bins, order in zip(self.bins, orders, strict=True)]
 
-    def add_sums(self, inputs: Tensor, squares: Tensor, products: Tensor) -> None:
-        """Add Σ j² and Σ j Z by bin, see `ComplementSweep._sums`. Cost: n·C·I·s, a C-th of what rows would cost."""
+    def unit_sums(self, inputs: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+        """Return Σ j² and Σ j Z by bin of the C rows that those of the outputs are combinations of.
+
+        Shapes (B, n, C), in float64, and (B, n, C, s). Cost: n·C·I·s, a C-th of what rows of outputs would cost.
+        """
         a, C = self._rotated(inputs), len(self.bins)
-        unit_squares = squares.new_zeros(*squares.shape[:2], C)
-        unit_products = products.new_zeros(*products.shape[:2], C, products.shape[-1])
+        squares = a.new_zeros(num_bins, len(a), C, dtype=torch.float64)
+        products = a.new_zeros(num_bins, len(a), C, len(self.vectors))
         for k, (order, vectors, runs) in enumerate(zip(*self._arranged, strict=True)):
             entries = a[:, order]
             for place, start, stop in runs:
                 some = entries[:, start:stop]
-                unit_squares[place, :, k] = some.square().sum(1)
-                unit_products[place, :, k] = some @ vectors[start:stop]
-        Q = torch.eye(C, dtype=torch.float64, device=a.device) if self.basis is None else self.basis
-        if squares.ndim == 4:
-            squares += (Q * unit_squares[:, :, None, :]) @ Q.T
+                squares[place, :, k] = some.square().sum(1)
+                products[place, :, k] = some @ vectors[start:stop]
+        return squares, products
+
+    def variances(self, unit_squares: Tensor) -> Tensor:
+        """Return Σ j² of the outputs from those of the C rows: (…, C)."""
+        return unit_squares if self.basis is None else unit_squares @ self.basis.square().T
+
+    def products(self, unit_products: Tensor) -> Tensor:
+        """Return Σ j Z of the outputs from those of the C rows: (…, C, s)."""
+        return unit_products if self.basis is None else self.basis.to(unit_products) @ unit_products
+
+    def add_sums(self, inputs: Tensor, squares: Tensor, products: Tensor) -> None:
+        """Add Σ j² and Σ j Z by bin, see `ComplementSweep._sums`."""
+        unit_squares, unit_products = self.unit_sums(inputs, len(squares))
+        if squares.ndim == 3:
+            squares += self.variances(unit_squares)
+        elif self.basis is None:
+            squares += unit_squares.diag_embed()
         else:
-            squares += unit_squares @ Q.square().T
-        products += Q.to(products) @ unit_products
-
-    def variances(self, inputs: Tensor, factors: Tensor) -> Tensor:
-        """Return Σ j² f for factors f by bin (B,): (n, C)."""
-        weighted = self._rotated(inputs).square() @ factors.to(inputs)[self.bins].T
-        return weighted if self.basis is None else weighted @ self.basis.square().T.to(inputs)
-
-    def products(self, inputs: Tensor, factors: Tensor) -> Tensor:
-        """Return Σ j Z f: (n, C, s)."""
-        weighted = self.vectors * factors.to(inputs)[self.bins]
-        seen = torch.einsum("ni,kci->nck", self._rotated(inputs), weighted)
-        return seen if self.basis is None else self.basis.to(inputs) @ seen
+            squares += (self.basis * unit_squares[:, :, None, :]) @ self.basis.T
+        products += self.products(unit_products)
 
 
 def _binned(outside: BlockPrecision, unweighted: float, device: torch.device) -> tuple[Tensor, dict[str, _BinnedPart]]:

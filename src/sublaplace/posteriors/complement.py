@@ -81,6 +81,11 @@ class ComplementedPosterior:
         return self.inside.prior_precision
 
     @property
+    def keeps_basis(self) -> bool:
+        """Whether a second form of Q may be kept, so that rows are formed only once."""
+        return self.outside.layout.num_parameters * self.dim * next(iter(self.mixed.values())).itemsize <= KEPT_BYTES
+
+    @property
     def wanted(self) -> Wanted:
         """All rows of the Jacobian, if there are many outputs those of features."""
         return Wanted(features=True)
@@ -275,8 +280,8 @@ class ComplementedPosterior:
 
     @cached_property
     def _whitened_basis(self) -> Vectors | None:
-        """Ψ_K^-½Q in the eigenbasis of Ψ_K, (s, size) per parameter; None if it takes more than `KEPT_BYTES`."""
-        if self.outside.layout.num_parameters * self.dim * next(iter(self.mixed.values())).itemsize > KEPT_BYTES:
+        """Ψ_K^-½Q in the eigenbasis of Ψ_K, (s, size) per parameter; None if that is too large to be kept."""
+        if not self.keeps_basis:
             return None
         parts = self.outside.parts.items()
         return {

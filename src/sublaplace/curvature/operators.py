@@ -150,7 +150,7 @@ class DensePart:
     def of(cls, matrix: Tensor, dtype: torch.dtype) -> "DensePart":
         """Return the part of a GGN block (size, size), with its eigendecomposition in `dtype`."""
         values, vectors = torch.linalg.eigh(matrix.double())
-        return cls(values.clamp_min(0).to(dtype), vectors.to(dtype))
+        return cls(values.clamp_min(0).to(dtype), vectors.to(dtype).contiguous())  # as in a file
 
     def solve(self, vectors: Tensor, prior: float) -> Tensor:
         return (vectors @ self.vectors / (self.values + prior)) @ self.vectors.T
@@ -344,13 +344,13 @@ class KroneckerPart:
             input_values, input_vectors = moment, None
         else:
             input_values, vectors = torch.linalg.eigh(moment)
-            input_vectors = vectors.to(dtype)
+            input_vectors = vectors.to(dtype).contiguous()  # as in a file
         output_vectors = None
         if gradients.ndim == 2:
             output_values = gradients
         else:
             output_values, vectors = torch.linalg.eigh(gradients)
-            output_vectors = vectors.to(dtype)
+            output_vectors = vectors.to(dtype).contiguous()
         return cls(
             input_values.clamp_min(0).to(dtype),
             input_vectors,

@@ -42,7 +42,7 @@ from sublaplace.model.output_layout import FlatOutputs
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
-from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.complement import ComplementedPosterior, keeps_basis
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.posteriors.sweep import variances_at
@@ -320,7 +320,9 @@ class _Run:
                 message = f"dim={dim} is above the number of parameters; dim={p}, their rank, is used."
                 warn(message)
             dim = p
-        outside = 0 if options.outside is None else 3  # Y, and two rotated copies of a layer, perhaps of nearly all
+        outside = 0
+        if options.outside is not None:  # Y, two rotated copies of a layer, perhaps of nearly all, and Q if it is kept
+            outside = 3 + keeps_basis(p, dim, self.linearization.dtype)
         matrices = projector.stores_matrix + outside + self.certify
         steps.require_room_for_projection(self.linearization, dim, matrices)
         return dim

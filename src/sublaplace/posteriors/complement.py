@@ -1,7 +1,7 @@
 """A posterior that is exact in the subspace and KFAC (or diagonal) outside of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.precision import BlockPrecision, grouped_by_memory, single
+from sublaplace.jacobians.blocks import Block
 from sublaplace.jacobians.features import FeatureBlock
+from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import Vectors, cross_gram, gram
@@ -19,10 +21,15 @@ from sublaplace.projection import Projection
 from sublaplace.runtime.warning import warn
 
 KEPT_BYTES = 2**28
-"""Up to this size, a second form of Q is kept for predictions, so that rows are formed only once."""
+"""Up to this size, Q is kept in the eigenbasis of Ψ_K as well, so that rows are formed only once."""
 
 LARGEST_CANCELLATION = 100.0
 """The largest ratio of a variance of Ψ_K to one of Ψ̃ for which the latter is computed by differences."""
+
+
+def keeps_basis(num_parameters: int, dim: int, dtype: torch.dtype) -> bool:
+    """Return whether Q of this size is kept in the eigenbasis of what stands outside as well."""
+    return num_parameters * dim * dtype.itemsize <= KEPT_BYTES
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class ComplementedPosterior:
         Σ̃ = Σ_P + J_c Ψ_K J_cᵀ,    J_c = J − (J Q) A⁻¹ (ΛQ)ᵀ,
 
     a sum of squares. Kept are Q and B = Ψ_K^½ ΛQ, the latter in the eigenbasis of Ψ_K: memory 2·p·s, and p·s more for
-    predictions if that is at most `KEPT_BYTES`. Cost of a prediction: that of KFAC, and 2·K·p·s multiplications per
+    Q in this basis if that is at most `KEPT_BYTES`. Cost of a prediction: that of KFAC, and 2·K·p·s multiplications per
     input.
     """
 
@@ -44,6 +51,7 @@ class ComplementedPosterior:
     outside: BlockPrecision
     mixed: Vectors  # B: (s, size) per parameter
     outside_in_subspace: Tensor  # QᵀKQ, with the likelihood's scale: (s, s)
+    turned: Vectors = field(default_factory=dict, repr=False, compare=False)  # what was kept of Q in the eigenbasis
     kind: ClassVar[str] = "complement"
 
     @classmethod
@@ -52,15 +60,14 @@ class ComplementedPosterior:
 
         Cost: rotations, s·p·(I + O) per layer.
         """
-        projection, prior = inside.projection, inside.prior_precision
-        curvature = torch.zeros_like(inside.gram)
+        prior, curvature = inside.prior_precision, torch.zeros_like(inside.gram)
+        result = cls(inside, outside, product, curvature)
         for name, part in outside.parts.items():
-            eigenvalues = part.eigenvalues()
-            Q = part.rotate(projection.part(name))
+            eigenvalues, Q = part.eigenvalues(), result.basis_part(name)
             curvature += cross_gram({name: Q * eigenvalues}, {name: Q})  # converted piece by piece
             rotated = part.rotate(product[name]).add_(Q, alpha=prior)
             product[name].copy_(rotated.mul_((eigenvalues + prior).rsqrt()))
-        return cls(inside, outside, product, (curvature + curvature.T) / 2)
+        return replace(result, outside_in_subspace=(curvature + curvature.T) / 2)
 
     @property
     def subspace(self) -> SubspacePosterior:
@@ -82,8 +89,17 @@ class ComplementedPosterior:
 
     @property
     def keeps_basis(self) -> bool:
-        """Whether a second form of Q may be kept, so that rows are formed only once."""
-        return self.outside.layout.num_parameters * self.dim * next(iter(self.mixed.values())).itemsize <= KEPT_BYTES
+        """Whether Q may be kept in the eigenbasis of Ψ_K as well, so that rows are formed only once."""
+        return keeps_basis(self.outside.layout.num_parameters, self.dim, next(iter(self.mixed.values())).dtype)
+
+    def basis_part(self, name: str) -> Tensor:
+        """Return Q of one parameter in the eigenbasis of Ψ_K, (s, size), kept for the next time if it is small."""
+        found = self.turned.get(name)
+        if found is None:
+            found = self.outside.parts[name].rotate(self.projection.part(name)).contiguous()  # as in a file
+            if self.keeps_basis:
+                self.turned[name] = found
+        return found
 
     @property
     def wanted(self) -> Wanted:
@@ -102,7 +118,7 @@ class ComplementedPosterior:
         return self._remixed(self.inside.scaled(factor), factor)
 
     def _remixed(self, inside: SubspacePosterior, factor: float) -> "ComplementedPosterior":
-        """Return it under another λ, with curvatures times a factor; Y is recovered from B. Cost: rotations of Q."""
+        """Return it under another λ, with curvatures times a factor; Y is recovered from B. Cost: p·s if Q is kept."""
         old, new = self.prior_precision, inside.prior_precision
         eps = torch.finfo(next(iter(self.mixed.values())).dtype).eps
         if old * eps > 1e-3 * new:
@@ -113,11 +129,10 @@ class ComplementedPosterior:
         outside = self.outside.with_prior(new).scaled(factor)
         mixed = {}
         for name, part in self.outside.parts.items():
-            eigenvalues = part.eigenvalues()
-            Q = part.rotate(self.projection.part(name))
+            eigenvalues, Q = part.eigenvalues(), self.basis_part(name)
             Y = (self.mixed[name] * (eigenvalues + old).sqrt()).sub_(Q, alpha=old).mul_(factor)
             mixed[name] = Y.add_(Q, alpha=new).mul_((factor * eigenvalues + new).rsqrt())
-        return ComplementedPosterior(inside, outside, mixed, factor * self.outside_in_subspace)
+        return ComplementedPosterior(inside, outside, mixed, factor * self.outside_in_subspace, self.turned)
 
     def reweighted(self, weight: float) -> "ComplementedPosterior":
         """Return it with another weight of the curvature outside; inside nothing changes. Cost: p·s."""
@@ -143,8 +158,7 @@ class ComplementedPosterior:
 
     def product_and_basis(self, name: str, unit: float) -> tuple[Tensor, Tensor]:
         """Return Y / unit and Q of one parameter, as rows in Ψ_K's eigenbasis: (s, size) each."""
-        part, prior = self.outside.parts[name], self.prior_precision
-        Q = part.rotate(self.projection.part(name))
+        part, prior, Q = self.outside.parts[name], self.prior_precision, self.basis_part(name)
         Y = (self.mixed[name] * (part.eigenvalues() + prior).sqrt()).sub_(Q, alpha=prior).div_(unit)
         return Y, Q
 
@@ -155,6 +169,7 @@ class ComplementedPosterior:
             inside=self.inside.truncated(dim),
             mixed={name: part[:dim] for name, part in self.mixed.items()},
             outside_in_subspace=self.outside_in_subspace[:dim, :dim],
+            turned={name: part[:dim] for name, part in self.turned.items()},
         )
 
     def occam(self) -> "ComplementOccam":
@@ -250,64 +265,56 @@ class ComplementedPosterior:
             self._measured[name] = self.outside.parts[name].unwhiten(self.mixed[name], self.prior_precision)
         return self._measured[name]
 
-    def _by_differences(self, jacobian: Jacobian, solved: Tensor, whole: bool) -> Tensor:
-        """Return J_cΨ_KJ_cᵀ = JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ with M = JQA⁻¹, or its diagonal, in float64.
+    def _summed(
+        self, blocks: dict[str, Block], zeros: Callable[..., Tensor], rows_of: tuple[int, int], whole: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return JΨ_KJᵀ (n, K, K), or its diagonal (n, K), and JV and JQ (n, K, s), of some parameters.
 
-        No row of an output is formed, so that many outputs cost as much as their features. Their rows JΨ_K^½ give both
-        JΨ_KJᵀ and, times B = Ψ_K^½ΛQ, JV. Differences lose digits in float32 where the subspace holds nearly all of a
-        variance; negative ones become 0.
+        Their rows in the eigenbasis are formed once for all three; those of a last layer are not formed. JQ is left at
+        0 if Q is not kept in this basis.
         """
-        prior, dtype = self.prior_precision, jacobian.outputs.dtype
-        n, K, s = solved.shape
-        size = (n, K, K) if whole else (n, K)
-        outside, measured = solved.new_zeros(size, dtype=dtype), solved.new_zeros(n, K, s, dtype=dtype)
-        squares: Tensor | None = None
-        products, mix = None, None
-        for name, block in jacobian.blocks.items():
-            part = self.outside.parts[name]
-            if isinstance(block, FeatureBlock):
-                rows, mix = part.whiten(block.inner, prior), block.mix
-                square, product = rows @ rows.transpose(1, 2), rows @ self.mixed[name].T
-                squares = square if squares is None else squares.add_(square)
-                products = product if products is None else products.add_(product)
-            else:
+        n, K = rows_of
+        outside = zeros((n, K, K) if whole else (n, K))
+        measured, products = zeros(n, K, self.dim), zeros(n, K, self.dim)
+        for name, block in blocks.items():
+            part, prior = self.outside.parts[name], self.prior_precision
+            if isinstance(block, HeadBlock):
                 outside += part.covariance(block, prior) if whole else part.variance(block, prior)
                 measured += block.matmul(self._measured_part(name))
-        assert squares is not None and products is not None and mix is not None
-        measured += mix @ products
-        outside += mix @ squares @ mix.T if whole else ((mix @ squares) * mix).sum(2)
-        return self._difference(outside.double(), measured.double(), solved)
-
-    @cached_property
-    def _whitened_basis(self) -> Vectors | None:
-        """Ψ_K^-½Q in the eigenbasis of Ψ_K, (s, size) per parameter; None if that is too large to be kept."""
-        if not self.keeps_basis:
-            return None
-        parts = self.outside.parts.items()
-        return {
-            name: part.rotate(self.projection.part(name)) * (part.eigenvalues() + self.prior_precision).sqrt()
-            for name, part in parts
-        }
-
-    def _by_shared_rows(self, jacobian: Jacobian, basis: Vectors, whole: bool) -> Tensor | None:
-        """Return Σ̃, or its diagonal, by `_by_differences` from rows JΨ_K^½ that are formed once and give JQ as well.
-
-        None if the subspace holds so much of a variance that a difference would lose digits.
-        """
-        n, K = jacobian.num_inputs, jacobian.num_rows
-        zeros = jacobian.outputs.new_zeros
-        products, measured = zeros(n, K, self.dim), zeros(n, K, self.dim)
-        outside = zeros((n, K, K) if whole else (n, K))
-        for name, block in jacobian.blocks.items():
-            rows = self.outside.parts[name].whiten(block, self.prior_precision)
-            products += rows @ basis[name].T
+                products += block.matmul(self.projection.part(name))
+                continue
+            rows = part.rotated_rows(block)
+            if self.keeps_basis:
+                products += rows @ self.basis_part(name).T
+            rows = rows * (part.eigenvalues() + prior).rsqrt()
             measured += rows @ self.mixed[name].T
             outside += rows @ rows.transpose(1, 2) if whole else rows.square().sum(2)
-        whitened, solved = self._solved(products)
-        rest = self._difference(outside.double(), measured.double(), solved)
-        total = rest + (whitened @ whitened.transpose(1, 2) if whole else whitened.square().sum(2))
+        return outside, measured, products
+
+    def _by_differences(self, jacobian: Jacobian, whole: bool) -> Tensor | None:
+        """Return Σ̃ = Σ_P + JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ with M = JQA⁻¹, or its diagonal, in float64.
+
+        Rows are formed once, and if there are many outputs only those of their features. Differences lose digits in
+        float32 where the subspace holds nearly all of a variance: negative ones become 0, and the result is None if
+        there are rows of all outputs to use instead.
+        """
+        zeros, n = jacobian.outputs.new_zeros, jacobian.num_inputs
+        features = {name: block for name, block in jacobian.blocks.items() if isinstance(block, FeatureBlock)}
+        others = {name: block for name, block in jacobian.blocks.items() if name not in features}
+        outside, measured, products = self._summed(others, zeros, (n, jacobian.num_rows), whole)
+        if features:
+            mix = next(iter(features.values())).mix
+            inner = {name: block.inner for name, block in features.items()}
+            squares, *pair = self._summed(inner, zeros, (n, mix.shape[1]), whole=True)
+            outside += mix @ squares @ mix.T if whole else ((mix @ squares) * mix).sum(2)
+            measured, products = (
+                of_others + mix @ more for of_others, more in zip((measured, products), pair, strict=True)
+            )
+        whitened, solved = self._solved(products) if self.keeps_basis else self._inside_rows(jacobian)
+        difference = self._difference(outside.double(), measured.double(), solved)
+        total = difference + (whitened @ whitened.transpose(1, 2) if whole else whitened.square().sum(2))
         before, after = (values.diagonal(dim1=1, dim2=2) if whole else values for values in (outside, total))
-        return total if (before <= LARGEST_CANCELLATION * after).all() else None
+        return total if features or (before <= LARGEST_CANCELLATION * after).all() else None
 
     def _difference(self, outside: Tensor, measured: Tensor, solved: Tensor) -> Tensor:
         """Return JΨ_KJᵀ − MVᵀJᵀ − JVMᵀ + MGMᵀ from JΨ_KJᵀ, JV and M = JQA⁻¹; of a diagonal its diagonal."""
@@ -318,17 +325,15 @@ class ComplementedPosterior:
 
     def _covariance(self, jacobian: Jacobian, whole: bool) -> Tensor:
         """Return Σ̃ for each input, (n, K, K), or its diagonal, (n, K)."""
-        basis = None if jacobian.has_features else self._whitened_basis
-        total = None if basis is None else self._by_shared_rows(jacobian, basis, whole)
+        total = None
+        if jacobian.has_features or self.keeps_basis:
+            total = self._by_differences(jacobian, whole)
         if total is None:
             whitened, solved = self._inside_rows(jacobian)
             total = whitened @ whitened.transpose(1, 2) if whole else whitened.square().sum(2)
-            if jacobian.has_features:
-                total = total + self._by_differences(jacobian, solved, whole)
-            else:
-                for name in self.mixed:
-                    rows = self._outside_rows(name, jacobian, solved)
-                    total = total + (rows @ rows.transpose(1, 2) if whole else rows.square().sum(2))
+            for name in self.mixed:
+                rows = self._outside_rows(name, jacobian, solved)
+                total = total + (rows @ rows.transpose(1, 2) if whole else rows.square().sum(2))
         return jacobian.require_finite(total.to(jacobian.outputs.dtype))
 
     def covariance(self, jacobian: Jacobian) -> Tensor:

@@ -138,12 +138,12 @@ def test_sweeps_by_features_equal_those_by_rows(name):
     model, inputs = network(), inputs_of(30)
     la = SubspaceLaplace(model, "classification", prior_precision=0.5, **POSTERIORS[name])
     la.fit([(inputs, torch.arange(30) % C)])
-    sweep, linearization, x = prior_sweep(la._state.posterior), la._state.linearization, inputs_of(7, seed=2)
     taus = torch.tensor([1e-2, 0.5, 30.0]).double()
+    sweep, linearization, x = prior_sweep(la._state.posterior, taus), la._state.linearization, inputs_of(7, seed=2)
     features = linearization.jacobian(x, wanted=sweep.wanted(whole=False))
     rows = linearization.jacobian(x, wanted=sweep.wanted(whole=True))
     assert features.has_features and not rows.has_features
-    found, expected = (sweep(jacobian, taus, whole=False) for jacobian in (features, rows))
+    found, expected = (sweep(jacobian, whole=False) for jacobian in (features, rows))
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-12)
 
 

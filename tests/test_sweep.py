@@ -40,12 +40,12 @@ def problem_of(name, kind):
 
 def swept(la, inputs, taus=TAUS, whole=True):
     (jacobian,) = la._state.linearization.chunks(inputs)
-    return sweep.prior_sweep(la._state.posterior)(jacobian, taus, whole)
+    return sweep.prior_sweep(la._state.posterior, taus)(jacobian, whole)
 
 
 def swept_weights(la, inputs, whole=True):
     (jacobian,) = la._state.linearization.chunks(inputs)
-    return sweep.weight_sweep(la._state.posterior)(jacobian, WEIGHTS, whole)
+    return sweep.weight_sweep(la._state.posterior, WEIGHTS)(jacobian, whole)
 
 
 def blocks(joint, n):

@@ -188,14 +188,14 @@ def pooled_validation(fitted: Fitted, loader: Iterable[Any], progress: bool = Fa
     """
     likelihood = fitted.survey.likelihood
     single, unit, taus = likelihood.of_one_position, likelihood.single_scale, _grid(fitted)
-    sweep, total, used = prior_sweep(fitted.posterior), 0.0, 0
+    sweep, total, used = prior_sweep(fitted.posterior, taus), 0.0, 0
     sums = torch.zeros(2, len(taus), dtype=torch.float64, device="cpu")
     for jacobian, targets, counts in _swept(fitted, loader, sweep, len(taus), False, progress):
         rows, labels = likelihood.by_position(jacobian.outputs), likelihood.targets_by_position(targets)
         each = likelihood.counts_by_position(counts, jacobian.outputs)
         total += float(each.sum())
         used += int((counts.amax(1) > 0).sum())
-        for k, variances in enumerate(sweep(jacobian, taus, whole=False) / unit):
+        for k, variances in enumerate(sweep(jacobian, whole=False) / unit):
             spread = likelihood.by_position(variances)
             sums[0, k] += (single.log_predictive(rows, spread, labels) * each).sum().cpu()
             if likelihood.has_noise:
@@ -230,10 +230,10 @@ def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = Fals
     likelihood = fitted.survey.likelihood
     unit, taus = likelihood.single_scale, _grid(fitted)
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
-    sweep = prior_sweep(fitted.posterior)
+    sweep = prior_sweep(fitted.posterior, taus)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for jacobian, found, counts in _swept(fitted, loader, sweep, 0, whole, progress):
-        covariances = sweep(jacobian, taus, whole)
+        covariances = sweep(jacobian, whole)
         parts.append((jacobian.outputs, found, counts.amax(1), covariances))
         del jacobian  # or it would stand in memory beside the next one
     if not parts or not any(float(part[2].sum()) for part in parts):

@@ -52,6 +52,7 @@ class ComplementSweep:
     """
 
     along_prior: bool  # whether τ differs between the points, or w
+    points: Tensor  # τ or w: (L,)
     fixed: float  # the other one of w and τ
     projection: Projection | None
     values: Tensor  # γ: (s,)
@@ -63,22 +64,23 @@ class ComplementSweep:
     heads: dict[str, "_HeadPart"] = field(default_factory=dict)  # the parts of the last layer seen so far
 
     @classmethod
-    def of_complement(cls, posterior: ComplementedPosterior, along_prior: bool) -> "ComplementSweep":
-        """Prepare the sweep of a posterior with a complement. Cost: rotations of Q and Y, and p·s²."""
+    def of_complement(cls, posterior: ComplementedPosterior, points: Tensor, along_prior: bool) -> "ComplementSweep":
+        """Prepare the sweep of a posterior with a complement. Cost: a rotation of Q unless it is kept, and p·s²."""
         inside = posterior.inside
         values, turn = diagonalised(inside.curvature / inside.unit, inside.gram)
-        return cls._of(along_prior, posterior.outside, inside.unit, posterior, values, turn)
+        return cls._of(along_prior, points, posterior.outside, inside.unit, posterior, values, turn)
 
     @classmethod
-    def of_blocks(cls, posterior: BlockPrecision, along_prior: bool) -> "ComplementSweep":
+    def of_blocks(cls, posterior: BlockPrecision, points: Tensor, along_prior: bool) -> "ComplementSweep":
         """Prepare the sweep of KFAC or a diagonal alone."""
         none = torch.zeros(0, dtype=torch.float64, device=next(iter(posterior.parts.values())).eigenvalues().device)
-        return cls._of(along_prior, posterior, posterior.scale, None, none, none.view(0, 0))
+        return cls._of(along_prior, points, posterior, posterior.scale, None, none, none.view(0, 0))
 
     @classmethod
     def _of(
         cls,
         along_prior: bool,
+        points: Tensor,
         outside: BlockPrecision,
         unit: float,
         posterior: ComplementedPosterior | None,
@@ -102,7 +104,8 @@ class ComplementSweep:
                     grams[place] += _gram(Z[:, start:stop].add_(some, alpha=share))
                 parts[name] = replace(part, vectors=Z, inside=inside)
         projection = None if posterior is None else posterior.projection
-        return cls(along_prior, fixed, projection, values, turn, base, eigenvalues, parts, grams)
+        points = points.to(values)
+        return cls(along_prior, points, fixed, projection, values, turn, base, eigenvalues, parts, grams)
 
     @property
     def numbers_per_row(self) -> int:
@@ -111,20 +114,44 @@ class ComplementSweep:
     def wanted(self, whole: bool) -> Wanted:
         return Wanted(features=not whole)
 
-    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
         """Evaluate a few points at a time, so that the memory of what differs between them stays small."""
         if jacobian.has_features:
-            return self._with_features(jacobian, points)
+            return self._with_features(jacobian)
         squares, products, rows = self._sums(jacobian, whole)
-        step = max(1, _NUMBERS_AT_ONCE // max(1, products[0].numel() + self.grams[0].numel()))
-        some = points.to(squares.device).split(step)
-        return torch.cat([self._at(rows, squares, products, each) for each in some])
+        rows, step = rows.to(products), max(1, _NUMBERS_AT_ONCE // max(1, products[0].numel()))
+        starts = range(0, len(self.points), step)
+        return torch.cat([self._at(rows, squares, products, slice(start, start + step)) for start in starts])
 
-    def _priors_and_factors(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Return τ (L,) and f = (we + τ)⁻¹ by bin (L, B) of the points."""
-        fixed = torch.full_like(points, self.fixed)
-        taus, weights = (points, fixed) if self.along_prior else (fixed, points)
-        return taus, 1 / (weights[:, None] * self.eigenvalues + taus[:, None])
+    @cached_property
+    def _priors(self) -> Tensor:
+        """τ of the points: (L,)."""
+        return self.points if self.along_prior else torch.full_like(self.points, self.fixed)
+
+    @cached_property
+    def _factors(self) -> Tensor:
+        """The factors f = (we + τ)⁻¹ of the points, by bin: (L, B)."""
+        weights = torch.full_like(self.points, self.fixed) if self.along_prior else self.points
+        return 1 / (weights[:, None] * self.eigenvalues + self._priors[:, None])
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        """The factors D = (γ + τ)⁻¹ of the points, so that m = JQT D: (L, s)."""
+        return 1 / (self.values + self._priors[:, None])
+
+    def _forms(self, some: slice) -> Tensor:
+        """Return D (base + Σ f ZᵀZ) D at some points, the matrix of a quadratic form in JQT: (l, s, s)."""
+        if len(self.points) * self.base.numel() <= _NUMBERS_AT_ONCE:
+            return self._all_forms[some]
+        return self._new_forms(some)
+
+    @cached_property
+    def _all_forms(self) -> Tensor:
+        return self._new_forms(slice(None))
+
+    def _new_forms(self, some: slice) -> Tensor:
+        D = self._shares[some]
+        return (self.base + _over_bins(self._factors[some], self.grams)) * D[:, :, None] * D[:, None, :]
 
     def _inside_rows(self, jacobian: Jacobian) -> Tensor:
         """Return J Q T: (n, K, s) in float64."""
@@ -132,23 +159,21 @@ class ComplementSweep:
             return self.turn.new_zeros(jacobian.num_inputs, jacobian.num_rows, 0)
         return self.projection.apply(jacobian).double() @ self.turn
 
-    def _at(self, rows: Tensor, squares: Tensor, products: Tensor, points: Tensor) -> Tensor:
-        """Return V at some points from a chunk's sums by bin."""
-        taus, factors = self._priors_and_factors(points)
+    def _at(self, rows: Tensor, squares: Tensor, products: Tensor, some: slice) -> Tensor:
+        """Return V at some points from a chunk's sums by bin; what has s columns is multiplied in the model's dtype."""
+        factors = self._factors[some]
         total = _over_bins(factors, squares)
         if not len(self.values):
             return total
-        mixed, grams = _over_bins(factors, products), _over_bins(factors, self.grams)
-        for k, tau in enumerate(taus):
-            m = rows / (self.values + tau)
-            if total.ndim == 3:
-                total[k] += ((m @ (self.base + grams[k]) - 2 * mixed[k]) * m).sum(2)
-                continue
-            cross = m @ mixed[k].transpose(1, 2).double()
-            total[k] += m @ (self.base + grams[k]) @ m.transpose(1, 2) - cross - cross.transpose(1, 2)
-        return total
+        n, K, s = rows.shape
+        mixed = _over_bins(factors, products).mul_(self._shares[some, None, None, :].to(products))
+        inner = (rows.view(n * K, s) @ self._forms(some).to(rows)).view_as(mixed)
+        if total.ndim == 3:
+            return total + (inner.sub_(mixed, alpha=2).mul_(rows)).sum(3)
+        cross = rows @ mixed.transpose(2, 3)
+        return total + (inner @ rows.transpose(1, 2) - cross - cross.transpose(2, 3))
 
-    def _with_features(self, jacobian: Jacobian, points: Tensor) -> Tensor:
+    def _with_features(self, jacobian: Jacobian) -> Tensor:
         """Return the variances of outputs that are linear in features, point by point.
 
         The sums by bin are those of the F features. The last layer's part of each point comes from its factors, with
@@ -162,28 +187,27 @@ class ComplementSweep:
                 inner[name], mix = block.inner, block.mix
             elif isinstance(block, HeadBlock):
                 head = self._head(name, block)
-                heads.append((head, *head.unit_sums(block.inputs, len(self.eigenvalues))))
+                heads.append((head, *head.unit_sums(block.inputs)))
             else:
                 raise TypeError("Only the last layer may have rows of its own beside those of features.")
         assert mix is not None
         features = replace(jacobian, blocks=inner, num_rows=mix.shape[1])
         squares, products, _ = self._sums(features, whole=True)
         rows, result = self._inside_rows(jacobian), []
-        for tau, factors in zip(*self._priors_and_factors(points.to(squares.device)), strict=True):
+        for place, factors in enumerate(self._factors):
             (square,), (product,) = _over_bins(factors[None], squares), _over_bins(factors[None], products)
             total, mixed = ((mix @ square.to(dtype)) * mix).sum(2), mix @ product
             for head, unit_squares, unit_products in heads:
                 (unit_square,), (unit_product,) = (_over_bins(factors[None], x) for x in (unit_squares, unit_products))
                 total, mixed = total + head.variances(unit_square).to(dtype), mixed + head.products(unit_product)
-            m = rows / (self.values + tau)
-            inner_product = m @ (self.base + _over_bins(factors[None], self.grams)[0])
-            result.append(total.double() + ((inner_product - 2 * mixed.double()) * m).sum(2))
+            (form,) = self._forms(slice(place, place + 1))
+            result.append(total.double() + ((rows @ form - 2 * mixed.double() * self._shares[place]) * rows).sum(2))
         return torch.stack(result)
 
     def _head(self, name: str, block: HeadBlock) -> "_HeadPart":
         """Return a parameter of the last layer as maps; its vectors are brought into this form once."""
         if name not in self.heads:
-            self.heads[name] = _HeadPart.of(self.parts[name], block)
+            self.heads[name] = _HeadPart.of(self.parts[name], block, len(self.eigenvalues))
         return self.heads[name]
 
     def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,10 +249,11 @@ class _HeadPart:
     into_inputs: Tensor | None  # Q_A: (I, I); None: the identity
     basis: Tensor | None  # Q_B: (C, C), in float64; None: the identity
     bins: Tensor  # of the eigenvalues: (C, I)
+    num_bins: int  # B
     vectors: Tensor  # Z: (s, C, I)
 
     @classmethod
-    def of(cls, binned: _BinnedPart, block: HeadBlock) -> "_HeadPart":
+    def of(cls, binned: _BinnedPart, block: HeadBlock, num_bins: int) -> "_HeadPart":
         """Bring a part into the form of maps (C, I)."""
         into_inputs, basis = binned.part.head_bases()
         places = torch.empty_like(binned.order)
@@ -239,45 +264,69 @@ class _HeadPart:
             vectors = torch.empty_like(binned.vectors)
             vectors[:, binned.order] = binned.vectors
         basis = None if basis is None else basis.double()
-        return cls(into_inputs, basis, block.as_maps(places), block.as_maps(vectors))
+        return cls(into_inputs, basis, block.as_maps(places), num_bins, block.as_maps(vectors))
 
     def _rotated(self, inputs: Tensor) -> Tensor:
         return inputs if self.into_inputs is None else inputs @ self.into_inputs
 
     @cached_property
-    def _arranged(self) -> tuple[list[Tensor], list[Tensor], list[tuple[tuple[int, int, int], ...]]]:
-        """For every row of a map: its entries by bin, their vectors (I, s), and the runs of equal bins."""
-        orders = list(torch.argsort(self.bins, dim=1, stable=True))
-        vectors = [self.vectors[:, k, order].T.contiguous() for k, order in enumerate(orders)]
-        return orders, vectors, [_runs(bins[order]) for bins, order in zip(self.bins, orders, strict=True)]
+    def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs of entries of equal bins, cut into pieces of one width w, so that one batched product serves all.
 
-    def unit_sums(self, inputs: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+        Columns of the entries (m, w), their vectors (m, w, s), with zeros where a piece is shorter, and which bin and
+        row of a map each piece belongs to, as bin·C + row (m,). The width is the mean length of a run, so that the
+        padded vectors take at most about twice the memory of the others.
+        """
+        (C, I), device = self.bins.shape, self.bins.device
+        sorted_bins, order = torch.sort(self.bins, dim=1, stable=True)
+        rows = torch.arange(C, device=device)[:, None]
+        owners, run, lengths = torch.unique_consecutive(
+            (rows * self.num_bins + sorted_bins).flatten(), return_inverse=True, return_counts=True
+        )
+        width = max(1, -(-C * I // len(owners)))
+        starts, pieces = lengths.cumsum(0) - lengths, -(-lengths // width)
+        rank = torch.arange(C * I, device=device) - starts[run]
+        piece, slot = (pieces.cumsum(0) - pieces)[run] + rank // width, rank % width
+        columns = torch.zeros(int(pieces.sum()), width, dtype=torch.long, device=device)
+        columns[piece, slot] = order.flatten()
+        vectors = self.vectors.new_zeros(*columns.shape, len(self.vectors))
+        vectors[piece, slot] = self.vectors[:, rows.expand(C, I).flatten(), order.flatten()].T
+        owner = owners.repeat_interleave(pieces)
+        return columns, vectors, owner % self.num_bins * C + owner // self.num_bins
+
+    @cached_property
+    def _members(self) -> Tensor:
+        """Which entries of a map belong to which bin, as zeros and ones: (I, B·C). Memory: that of B vectors."""
+        bins = torch.arange(self.num_bins, device=self.bins.device)
+        return (self.bins.T[:, None, :] == bins[:, None]).flatten(1).to(self.vectors.dtype)
+
+    def unit_sums(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ j² and Σ j Z by bin of the C rows that those of the outputs are combinations of.
 
-        Shapes (B, n, C), in float64, and (B, n, C, s). Cost: n·C·I·s, a C-th of what rows of outputs would cost.
+        Shapes (B, n, C), in float64, and (B, C, n, s). Cost: n·C·I·s, a C-th of what rows of outputs would cost.
         """
-        a, C = self._rotated(inputs), len(self.bins)
-        squares = a.new_zeros(num_bins, len(a), C, dtype=torch.float64)
-        products = a.new_zeros(num_bins, len(a), C, len(self.vectors))
-        for k, (order, vectors, runs) in enumerate(zip(*self._arranged, strict=True)):
-            entries = a[:, order]
-            for place, start, stop in runs:
-                some = entries[:, start:stop]
-                squares[place, :, k] = some.square().sum(1)
-                products[place, :, k] = some @ vectors[start:stop]
-        return squares, products
+        a, C, B = self._rotated(inputs), len(self.bins), self.num_bins
+        squares = (a.square() @ self._members).double().view(len(a), B, C).transpose(0, 1)
+        columns, vectors, places = self._pieces
+        entries = a.T.contiguous().index_select(0, columns.flatten()).view(*columns.shape, len(a))
+        products = a.new_zeros(B * C, len(a), len(self.vectors))
+        products.index_add_(0, places, entries.transpose(1, 2) @ vectors)
+        return squares, products.view(B, C, *products.shape[1:])
 
     def variances(self, unit_squares: Tensor) -> Tensor:
         """Return Σ j² of the outputs from those of the C rows: (…, C)."""
         return unit_squares if self.basis is None else unit_squares @ self.basis.square().T
 
     def products(self, unit_products: Tensor) -> Tensor:
-        """Return Σ j Z of the outputs from those of the C rows: (…, C, s)."""
-        return unit_products if self.basis is None else self.basis.to(unit_products) @ unit_products
+        """Return Σ j Z of the outputs, (…, n, C, s), from those of the C rows, (…, C, n, s)."""
+        mixed = unit_products
+        if self.basis is not None:
+            mixed = (self.basis.to(mixed) @ mixed.flatten(-2)).view_as(mixed)
+        return mixed.transpose(-3, -2)
 
     def add_sums(self, inputs: Tensor, squares: Tensor, products: Tensor) -> None:
         """Add Σ j² and Σ j Z by bin, see `ComplementSweep._sums`."""
-        unit_squares, unit_products = self.unit_sums(inputs, len(squares))
+        unit_squares, unit_products = self.unit_sums(inputs)
         if squares.ndim == 3:
             squares += self.variances(unit_squares)
         elif self.basis is None:

@@ -24,7 +24,7 @@ from sublaplace.projection import Projection
 
 
 class Sweep(Protocol):
-    """V at several points τ, or at several weights w of what stands outside."""
+    """V at several points τ, or at several weights w of what stands outside; the points are fixed beforehand."""
 
     @property
     def numbers_per_row(self) -> int:
@@ -33,20 +33,20 @@ class Sweep(Protocol):
     def wanted(self, whole: bool) -> Wanted:
         """Return what the sweep asks of a Jacobian, for variances or whole matrices."""
 
-    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
-        """Return V at L points (L,): variances (L, n, K), or matrices (L, n, K, K); float64."""
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
+        """Return V at the L points: variances (L, n, K), or matrices (L, n, K, K); float64."""
 
 
-def prior_sweep(posterior: Posterior) -> Sweep:
+def prior_sweep(posterior: Posterior, taus: Tensor) -> Sweep:
     """Return the sweep of a posterior along τ. Memory: for a complement that of P; for the full posterior p²."""
-    return _SWEEPS[type(posterior)](posterior)
+    return _SWEEPS[type(posterior)](posterior, taus)
 
 
-def weight_sweep(posterior: ComplementedPosterior | BlockPrecision) -> Sweep:
+def weight_sweep(posterior: ComplementedPosterior | BlockPrecision, weights: Tensor) -> Sweep:
     """Return the sweep along the weight of what stands outside, at the posterior's own τ. Memory: that of P."""
     if isinstance(posterior, ComplementedPosterior):
-        return ComplementSweep.of_complement(posterior, along_prior=False)
-    return ComplementSweep.of_blocks(posterior, along_prior=False)
+        return ComplementSweep.of_complement(posterior, weights, along_prior=False)
+    return ComplementSweep.of_blocks(posterior, weights, along_prior=False)
 
 
 def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float]) -> Tensor:
@@ -54,10 +54,9 @@ def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[f
 
     Cost: one prediction of the inputs, and little more.
     """
-    sweep = prior_sweep(posterior)
-    taus = 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu")
+    sweep = prior_sweep(posterior, 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu"))
     wanted = replace(inputs, wanted=sweep.wanted(whole=False))
-    return torch.cat([sweep(jacobian, taus, whole=False) for jacobian in wanted], dim=1)
+    return torch.cat([sweep(jacobian, whole=False) for jacobian in wanted], dim=1)
 
 
 def _weighted_products(rows: Tensor, factors: Tensor, whole: bool) -> Tensor:
@@ -72,15 +71,16 @@ def _weighted_products(rows: Tensor, factors: Tensor, whole: bool) -> Tensor:
 class SubspaceSweep:
     """V(τ) = JP (S + τ PᵀP)⁻¹ PᵀJᵀ, diagonalised once. Cost: s³ once, then s per row and point."""
 
+    points: Tensor  # τ: (L,)
     projection: Projection
     values: Tensor  # γ: (s,)
     turn: Tensor  # T: (s, s)
 
     @classmethod
-    def of(cls, posterior: SubspacePosterior) -> "SubspaceSweep":
+    def of(cls, posterior: SubspacePosterior, points: Tensor) -> "SubspaceSweep":
         """Prepare the sweep of a posterior."""
         values, turn = diagonalised(posterior.curvature / posterior.unit, posterior.gram)
-        return cls(posterior.projection, values, turn)
+        return cls(points.to(values), posterior.projection, values, turn)
 
     @property
     def numbers_per_row(self) -> int:
@@ -89,9 +89,9 @@ class SubspaceSweep:
     def wanted(self, whole: bool) -> Wanted:
         return Wanted(self.projection.dim, names=self.projection.support)
 
-    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
-        return _weighted_products(rows, 1 / (self.values + points[:, None]), whole)
+        return _weighted_products(rows, 1 / (self.values + self.points[:, None]), whole)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class LastLayerSweep:
     """V(τ) of the last layer's Kronecker factors, point by point. Cost: C·(I + C) per input and point."""
 
     posterior: BlockPrecision
+    points: Tensor  # τ: (L,)
 
     @property
     def numbers_per_row(self) -> int:
@@ -107,9 +108,9 @@ class LastLayerSweep:
     def wanted(self, whole: bool) -> Wanted:
         return self.posterior.wanted
 
-    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
         unscaled = self.posterior.scaled(1 / self.posterior.scale)
-        posteriors = map(unscaled.with_prior, points.tolist())
+        posteriors = map(unscaled.with_prior, self.points.tolist())
         found = (each.covariance(jacobian) if whole else each.variance(jacobian) for each in posteriors)
         return torch.stack([each.double() for each in found])
 
@@ -118,22 +119,23 @@ class LastLayerSweep:
 class ExactSweep:
     """V(τ) of the full posterior, by the eigenvectors of its GGN. Cost: min(p, NC)³ once, p² per row."""
 
+    points: Tensor  # τ: (L,)
     values: Tensor  # γ: (r,)
     vectors: Tensor  # (p, r), orthonormal
 
     @classmethod
-    def of_dense(cls, posterior: DensePrecision) -> "ExactSweep":
+    def of_dense(cls, posterior: DensePrecision, points: Tensor) -> "ExactSweep":
         """Prepare the sweep of a p × p posterior."""
         values, vectors = torch.linalg.eigh(posterior.ggn / posterior.scale)
-        return cls(values.clamp_min(0), vectors)
+        return cls(points.to(values), values.clamp_min(0), vectors)
 
     @classmethod
-    def of_dual(cls, posterior: DualPrecision) -> "ExactSweep":
+    def of_dual(cls, posterior: DualPrecision, points: Tensor) -> "ExactSweep":
         """Prepare the sweep of a posterior by its rows."""
         values, vectors = torch.linalg.eigh(symmetric_product(posterior.rows) / posterior.scale)
         kept = values > len(values) * torch.finfo(torch.float64).eps * values[-1].clamp_min(0)
         values, vectors = values[kept], vectors[:, kept]
-        return cls(values, posterior.rows.T @ vectors / (values * posterior.scale).sqrt())
+        return cls(points.to(values), values, posterior.rows.T @ vectors / (values * posterior.scale).sqrt())
 
     @property
     def numbers_per_row(self) -> int:
@@ -142,19 +144,20 @@ class ExactSweep:
     def wanted(self, whole: bool) -> Wanted:
         return ROWS
 
-    def __call__(self, jacobian: Jacobian, points: Tensor, whole: bool) -> Tensor:
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
         dense = jacobian.dense_rows().double().view(jacobian.num_inputs, jacobian.num_rows, -1)
         rows = dense @ self.vectors
-        seen = _weighted_products(rows, 1 / (self.values + points[:, None]) - 1 / points[:, None], whole)
+        priors = self.points[:, None]
+        seen = _weighted_products(rows, 1 / (self.values + priors) - 1 / priors, whole)
         all_rows = dense @ dense.transpose(1, 2) if whole else dense.square().sum(2)
-        return seen + all_rows / points.view(-1, *([1] * all_rows.ndim))
+        return seen + all_rows / self.points.view(-1, *([1] * all_rows.ndim))
 
 
-_SWEEPS: dict[type, Callable[[Any], Sweep]] = {
+_SWEEPS: dict[type, Callable[[Any, Tensor], Sweep]] = {
     SubspacePosterior: SubspaceSweep.of,
-    ComplementedPosterior: lambda posterior: ComplementSweep.of_complement(posterior, along_prior=True),
-    BlockPrecision: lambda blocks: (
-        ComplementSweep.of_blocks(blocks, along_prior=True) if blocks.covers_all else LastLayerSweep(blocks)
+    ComplementedPosterior: lambda posterior, taus: ComplementSweep.of_complement(posterior, taus, along_prior=True),
+    BlockPrecision: lambda blocks, taus: (
+        ComplementSweep.of_blocks(blocks, taus, along_prior=True) if blocks.covers_all else LastLayerSweep(blocks, taus)
     ),
     DensePrecision: ExactSweep.of_dense,
     DualPrecision: ExactSweep.of_dual,

@@ -106,7 +106,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
     """
     unit = posterior.scale if posterior.subspace is None else posterior.subspace.unit
     grid = torch.arange(_LOWEST, _HIGHEST + _STEP / 2, _STEP, dtype=torch.float64, device="cpu")
-    sweep, divergences, start = weight_sweep(posterior), torch.zeros_like(grid), 0
+    sweep, divergences, start = weight_sweep(posterior, 2.0**grid), torch.zeros_like(grid), 0
     for jacobian in inputs:
         part = slice(start, start + jacobian.num_inputs)
         covariance, start = exact[part], part.stop
@@ -117,7 +117,7 @@ def nearest(posterior: Weighted, exact: Tensor, inputs: Jacobians, likelihood: L
         if posterior.subspace is not None:
             inside = posterior.subspace.covariance(jacobian).double()
         grown = torch.linalg.inv(identity - inside @ H)
-        for index, total in enumerate(sweep(jacobian, 2.0**grid, whole=True) / unit):
+        for index, total in enumerate(sweep(jacobian, whole=True) / unit):
             approximation = grown @ inside + grown @ (total - inside) @ grown.transpose(1, 2)
             divergences[index] += likelihood.predictive_divergences(jacobian.outputs, unseen, approximation).sum().cpu()
         del jacobian  # or it would stand in memory beside the next one

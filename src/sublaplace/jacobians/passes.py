@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -79,14 +80,24 @@ class ForwardPass:
         calls = _with_sources(zip(capture.calls, plan.axes, strict=True), plan, wanted, n)
         return cls(network.layout, outputs, cotangents, calls, general, every_output, keeps_graph)
 
-    def _is_last(self, call: Call) -> bool:
-        """Return whether the output of a call is the output of the network."""
-        return self.outputs.requires_grad and call.edge == get_gradient_edge(self.outputs)
+    @cached_property
+    def _are_last(self) -> list[bool]:
+        """For every call, whether its output is the output of the network."""
+        if not self.outputs.requires_grad:
+            return [False] * len(self.calls)
+        edge = get_gradient_edge(self.outputs)
+        return [call.edge == edge for call, _, _ in self.calls]
+
+    @cached_property
+    def _last_names(self) -> set[str]:
+        """The parameters of such calls."""
+        pairs = zip(self.calls, self._are_last, strict=True)
+        return {name for (call, _, _), is_last in pairs if is_last for name in call.names}
 
     @property
     def num_passes(self) -> int:
         """The number of backward passes, counted per input."""
-        if all(self._is_last(call) for call, _, _ in self.calls) and not self.general:
+        if all(self._are_last) and not self.general:
             return 0
         return len(self.outputs) * self.num_rows
 
@@ -158,14 +169,14 @@ class ForwardPass:
         """Return one block for all uses of a parameter; the last layer has its own form if nothing else uses it."""
         block = summed(blocks)
         whole = self.every_output and num_rows == self.num_rows and len(blocks) == 1
-        last = any(self._is_last(call) and name in call.names for call, _, _ in self.calls)
-        if whole and last and isinstance(block, OuterBlock) and block.is_single:
+        if whole and name in self._last_names and isinstance(block, OuterBlock) and block.is_single:
             return HeadBlock.of(block)
         return block
 
     def _gradients(self, k: int) -> list[Tensor]:
         """Return the gradients at the outputs of the calls, for row k of every input; the last row frees the graph."""
-        edges = [call.edge for call, _, _ in self.calls if call.edge is not None and not self._is_last(call)]
+        pairs = list(zip(self.calls, self._are_last, strict=True))
+        edges = [call.edge for (call, _, _), is_last in pairs if call.edge is not None and not is_last]
         found: Iterator[Tensor | None] = iter(())
         if edges and self.outputs.requires_grad:
             with torch.inference_mode(False):
@@ -180,8 +191,8 @@ class ForwardPass:
                     )
                 )
         gradients = []
-        for call, _, _ in self.calls:
-            gradient = self.cotangents[:, k] if self._is_last(call) else next(found, None)
+        for (call, _, _), is_last in pairs:
+            gradient = self.cotangents[:, k] if is_last else next(found, None)
             gradients.append(self.outputs.new_zeros(call.output_shape) if gradient is None else gradient)
         return gradients
 

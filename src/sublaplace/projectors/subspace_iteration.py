@@ -11,6 +11,7 @@ from sublaplace.model.linalg import Vectors, combine, cross_gram
 from sublaplace.runtime.memory import require
 
 _MOST_PASSES = 30
+_ROWS_AT_ONCE = 2**16  # that are converted to float64
 
 
 def dominant_directions(
@@ -75,8 +76,9 @@ def dominant_directions(
 
         def rows_of(jacobian: Jacobian, Z: Vectors = Z, projected: Tensor = projected) -> Tensor:
             rows = jacobian.matmul(Z)
-            exact = rows.flatten(0, 1).double()
-            projected.addmm_(exact.T, exact)
+            for some in rows.flatten(0, 1).split(_ROWS_AT_ONCE):
+                exact = some.double()
+                projected.addmm_(exact.T, exact)
             return rows
 
         _add_products(jacobians, rows_of, W)

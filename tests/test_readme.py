@@ -119,6 +119,12 @@ def test_links_lead_to_files_of_the_repository(document):
         assert not anchor or anchor in anchors(target), f"{address}#{anchor}"
 
 
+@pytest.mark.parametrize("document", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_placeholder_is_left(document):
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    assert not re.findall(r"^[A-Z][A-Z_]+$", text, flags=re.MULTILINE)
+
+
 def test_the_gallery_shows_every_script():
     text = (ROOT / "docs" / "gallery.md").read_text()
     scripts = {path.stem for path in (ROOT / "examples" / "gallery").glob("*.py")} - {"pictures"}

@@ -24,6 +24,7 @@ LAYERS = [
     "conformal",
     "evaluation",
     "fitting",
+    "predicting",
     "former_names",
     "laplace",
     "ood",

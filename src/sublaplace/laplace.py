@@ -2,19 +2,17 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_flatten
 
 from sublaplace.arguments import checked_options, require_cpu_for
 from sublaplace.curvature.matrix_free import FullCovariance
-from sublaplace.data.batches import input_batches, num_inputs, plain
+from sublaplace.data.batches import num_inputs
 from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
 from sublaplace.data.subspace_inputs import joined_inputs
 from sublaplace.evaluation import Evaluation
@@ -27,34 +25,30 @@ from sublaplace.fitting.saving import arguments_from, complete, fitted_from, sto
 from sublaplace.fitting.tuning import evidence_of, tuned_by_evidence, tuned_on
 from sublaplace.fitting.validation import check_first_batch
 from sublaplace.former_names import refuse_arguments, refuse_member
-from sublaplace.jacobians.forward import ChosenOutputs
-from sublaplace.jacobians.general import CallWith
-from sublaplace.jacobians.jacobian import Jacobian, Jacobians
+from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
-from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.borrowing import claimed, full_precision
 from sublaplace.model.calling import call_model
 from sublaplace.model.fingerprint import Fingerprint
 from sublaplace.model.likelihoods.base import Likelihood, Noise
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import checked_noise
-from sublaplace.model.likelihoods.links import LINKS, WITH_MATRICES, Covariance, unknown
+from sublaplace.model.likelihoods.links import LINKS, unknown
 from sublaplace.model.linalg import diagonal_blocks
-from sublaplace.model.output_layout import OutputLayout
 from sublaplace.model.parameters import ParameterLayout
 from sublaplace.model.prediction import Prediction
 from sublaplace.options import Captured, Complement, Resources
 from sublaplace.posteriors.certificate import Bounds, Certificate
 from sublaplace.posteriors.subspace import SubspacePosterior
+from sublaplace.predicting import samples
+from sublaplace.predicting.arrangement import arranged, jointly_arranged
+from sublaplace.predicting.predictor import Predictor
 from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime import files
 from sublaplace.runtime.checks import checked_count, checked_positive, checked_prior
 from sublaplace.runtime.distributed import require_same_data, shared_out
 from sublaplace.runtime.memory import require
-from sublaplace.runtime.progress import input_bar
-
-_LARGEST_GROUP = 8  # inputs whose joint covariance is that of one input with more outputs
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -270,11 +264,11 @@ class SubspaceLaplace:
         fitted = self._fitted()
         used = _used_link(fitted.survey.likelihood, link)
         if fitted.survey.likelihood.has_probabilities:
-            return self._predicted(fitted, x, used).probabilities
+            return self._predictor().prediction(x, used).probabilities
         if fitted.survey.layout is not None:
-            prediction = self._predicted(fitted, x, used)
+            prediction = self._predictor().prediction(x, used)
             return prediction.mean, prediction.variance
-        return self._passed(fitted, x, "matrix")
+        return self._predictor().passed(x, "matrix")
 
     @_with_model
     def predict(
@@ -302,111 +296,7 @@ class SubspaceLaplace:
         if samples is not None and used != "mc":
             raise ValueError(f"samples={samples!r} has no effect with link={used!r}; it belongs to link='mc'.")
         count = 1000 if samples is None else checked_count(samples, "samples")
-        return self._predicted(fitted, x, used, count, progress)
-
-    def _predicted(self, fitted: Fitted, x: Any, link: str, samples: int = 1000, progress: bool = False) -> Prediction:
-        likelihood, subspace = fitted.survey.likelihood, fitted.posterior.subspace
-        has_positions = fitted.survey.layout is not None
-        C = fitted.survey.num_outputs
-        # With positions, the covariance within each of them comes from the factor of all outputs.
-        low_rank = subspace is not None and subspace is fitted.posterior and (subspace.dim < C or has_positions)
-        sampled = link in WITH_MATRICES and likelihood.has_probabilities
-        whole = "blocks" if has_positions else "matrix"
-        form = "factor" if low_rank and sampled else whole if sampled or C == 1 else "variance"
-        if isinstance(x, Iterator) and form == "variance":
-            form = "factor" if low_rank else whole  # x cannot be read again for covariances
-        means, found = self._passed(fitted, x, form, progress)
-        layout = fitted.linearization.output_layout
-
-        def passed_later(form: str) -> Tensor:
-            with self._claimed():
-                return self._passed(fitted, x, form)[1]
-
-        def factors() -> Tensor:
-            return likelihood.by_position(passed_later("factor"))
-
-        if form in ("matrix", "blocks"):
-            uncertainty = Covariance.of(found)
-        elif form == "factor":
-            rows = likelihood.by_position(found)
-            uncertainty = Covariance(rows.square().sum(2), lambda: rows @ rows.mT, lambda: rows)
-        else:
-            variance, one_each = likelihood.by_position(found), has_positions and likelihood.class_dim is None
-
-            def matrices() -> Tensor:
-                if one_each:
-                    return variance[:, :, None]
-                return _gram(factors()) if low_rank and has_positions else passed_later(whole)
-
-            roots: Callable[[], Tensor] | None = factors if low_rank else None
-            uncertainty = Covariance(variance, matrices, (lambda: variance.sqrt()[:, :, None]) if one_each else roots)
-        single, seed = likelihood.of_one_position, self._options.seed
-        return Prediction(likelihood.by_position(means), single, uncertainty, link, samples, seed, layout)
-
-    def _passed(
-        self, fitted: Fitted, x: Any, form: str, progress: bool = False, outputs: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run one pass over x: the network's outputs, and their variances, covariances or factors of covariances.
-
-        Args:
-            fitted: what was fitted.
-            x: the inputs.
-            form: "variance" (n, K), "matrix" (n, K, K), "factor" (n, K, s) or "blocks", the covariances (n·L, C, C)
-                within each position.
-            progress: show a bar.
-            outputs: which outputs, see `functional_variance`; None: all.
-        """
-        posterior, likelihood = fitted.posterior, fitted.survey.likelihood
-        chosen = None if outputs is None else self._checked_outputs(fitted, outputs)
-        if isinstance(x, Tensor | Mapping):  # the length of a loader is not known
-            n, layout = num_inputs(x), fitted.survey.layout
-            C = fitted.survey.num_outputs
-            if chosen is not None:
-                C = chosen.shape[-1] * (1 if layout is None else layout.num_outputs // layout.num_classes)
-            sides = {"matrix": C, "factor": posterior.dim, "blocks": 1 if layout is None else layout.num_classes}
-            if form != "variance":
-                require(
-                    2 * n * C * sides[form] * fitted.linearization.dtype.itemsize,
-                    fitted.linearization.device,
-                    f"An array of covariances of {C:,} outputs for {n:,} inputs",
-                    "Give fewer inputs at once, choose outputs, as in functional_covariance(x, outputs=[0, 1]), or use "
-                    "functional_variance, which needs C numbers per input.",
-                )
-            if layout is not None:
-                require(
-                    4 * n * C * fitted.linearization.dtype.itemsize,
-                    fitted.linearization.device,
-                    f"A prediction of {C:,} outputs for {n:,} inputs",
-                    "Give fewer inputs at once, or a few outputs, as in functional_variance(x, outputs=[0, 1]).",
-                )
-        found: list[tuple[Tensor, Tensor]] = []
-        layouts: set[OutputLayout | None] = set()
-        with fitted.linearization.borrowed():
-            for jacobian in self._jacobians(x, progress, posterior.wanted, chosen):
-                layouts.add(fitted.linearization.output_layout)
-                if form == "factor":
-                    spread = self._subspace().whitened(jacobian).to(jacobian.outputs.dtype)
-                else:
-                    spread = posterior.variance(jacobian) if form == "variance" else posterior.covariance(jacobian)
-                if form == "blocks":
-                    spread = diagonal_blocks_of(spread, likelihood.by_position(jacobian.outputs).shape[1])
-                means = jacobian.outputs if chosen is None else jacobian.outputs.new_empty(len(spread), 0)
-                found.append((means, spread))
-                del jacobian, means  # or they would stand in memory beside the next ones
-        _require_one_layout(layouts)
-        means, spreads = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return means, spreads
-
-    def _arranged(self, fitted: Fitted, found: Tensor, outputs: Any, sides: int = 1) -> Tensor:
-        """Return numbers of outputs (n, K), or with two sides matrices (n, K, K), in the network's arrangement."""
-        layout = fitted.linearization.output_layout
-        if layout is None:
-            return found
-        if outputs is not None:
-            if layout.class_axis is None:
-                return found
-            layout = layout.with_classes(found.shape[1] // (layout.num_outputs // layout.num_classes))
-        return layout.arranged(found) if sides == 1 else layout.matrix(found)
+        return self._predictor().prediction(x, used, count, progress)
 
     @_with_model
     def functional_variance(self, x: Any, outputs: Any = None) -> Tensor:
@@ -422,8 +312,8 @@ class SubspaceLaplace:
         Returns:
             Variances in the shape of the outputs, or of the chosen ones.
         """
-        fitted = self._fitted()
-        return self._arranged(fitted, self._passed(fitted, x, "variance", outputs=outputs)[1], outputs)
+        found = self._predictor().passed(x, "variance", outputs=outputs)[1]
+        return arranged(self._fitted().linearization.output_layout, found, outputs)
 
     @_with_model
     def functional_covariance(self, x: Any, joint: bool = False, outputs: Any = None) -> Tensor:
@@ -436,23 +326,12 @@ class SubspaceLaplace:
             joint: over all inputs together.
             outputs: the outputs that are asked for, as in `functional_variance`: the result is (n, k, k).
         """
-        fitted = self._fitted()
         if not joint:
-            return self._arranged(fitted, self._passed(fitted, x, "matrix", outputs=outputs)[1], outputs, sides=2)
+            found = self._predictor().passed(x, "matrix", outputs=outputs)[1]
+            return arranged(self._fitted().linearization.output_layout, found, outputs, sides=2)
         if outputs is not None:
             raise ValueError("outputs has no effect with joint=True, which gives the covariance of all outputs.")
-        given = joined_inputs(with_labels_under(self._labels_key, x), "x")
-        linearization = fitted.linearization.differentiable() if _requires_grad(given) else fitted.linearization
-        inputs = linearization.to_device(given)
-        rows = num_inputs(inputs) * linearization.num_outputs(inputs)
-        require(
-            2 * 8 * rows**2,
-            linearization.device,
-            f"A joint covariance of {rows:,} outputs",
-            "Give fewer inputs at once, or use joint=False.",
-        )
-        joint_covariance = fitted.posterior.joint_covariance(Jacobians(linearization, inputs)).to(linearization.dtype)
-        return _jointly_arranged(linearization.output_layout, joint_covariance, num_inputs(inputs))
+        return self._predictor().joint_covariance(x)
 
     @_with_model
     def predict_groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -471,87 +350,7 @@ class SubspaceLaplace:
         Raises:
             ValueError: if x is not of this shape, or holds nothing, or the outputs have positions.
         """
-        fitted = self._fitted()
-        if fitted.survey.layout is not None:
-            raise ValueError("Groups of inputs are for outputs (n, C); outputs with positions have no groups.")
-        if not isinstance(x, Tensor) or x.ndim < 3 or not x.shape[:2].numel():
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"Groups of inputs must be one tensor (b, q, …), b groups of q inputs; x is {shape}.")
-        b, q, C = *x.shape[:2], fitted.survey.num_outputs
-        linearization = fitted.linearization.differentiable() if _requires_grad(x) else fitted.linearization
-        require(
-            2 * b * (q * C) ** 2 * linearization.dtype.itemsize,
-            linearization.device,
-            f"An array of joint covariances of {b:,} groups of {q * C:,} outputs",
-            "Give fewer groups at once.",
-        )
-        if q == 1:
-            means, covariances = self._passed(fitted, x.flatten(0, 1), "matrix")
-        elif q <= _LARGEST_GROUP:
-            engine, posterior = linearization.grouped(q), fitted.posterior
-            with engine.borrowed():
-                jacobians = engine.chunks(engine.to_device(x), wanted=posterior.wanted)
-                found = [(jacobian.outputs, posterior.covariance(jacobian)) for jacobian in jacobians]
-            means, covariances = (torch.cat(parts) for parts in zip(*found, strict=True))
-        else:
-            parts = [linearization.to_device(group) for group in x]
-            joint = [fitted.posterior.joint_covariance(Jacobians(linearization, part)) for part in parts]
-            covariances = torch.stack(joint).to(linearization.dtype)
-            with linearization.borrowed():
-                means = linearization.forward(linearization.model, linearization.to_device(x.flatten(0, 1)))
-        return means.reshape(b, q, C), covariances.reshape(b, q * C, q * C)
-
-    def _jacobians(
-        self, x: Any, progress: bool = False, wanted: Wanted = ROWS, chosen: Tensor | None = None
-    ) -> Iterator[Jacobian]:
-        """Yield the Jacobians of all outputs, or of the chosen ones, (k,) or (n, k)."""
-        linearization = self._fitted().linearization
-        total = num_inputs(x) if isinstance(x, Tensor | Mapping) else None
-        seen = 0
-        with input_bar(total, "predictions", progress) as bar:
-            for inputs in input_batches(with_labels_under(self._labels_key, x)):
-                if num_inputs(inputs):
-                    engine = linearization.differentiable() if _requires_grad(inputs) else linearization
-                    inputs = engine.to_device(inputs)
-                    rows = None if chosen is None else self._chosen_rows(chosen, seen, inputs)
-                    for jacobian in engine.chunks(inputs, rows, wanted):
-                        yield jacobian
-                        seen += jacobian.num_inputs
-                        bar.update(jacobian.num_inputs)
-        if not seen:
-            raise ValueError("There are no inputs to predict for: x is empty.")
-
-    def _checked_outputs(self, fitted: Fitted, outputs: Any) -> Tensor:
-        """Return indices of outputs, (k,) or (n, k), or with positions of classes, (k,) or (n, L, k)."""
-        layout = fitted.survey.layout
-        if layout is None or layout.class_axis is None:
-            return checked_outputs(outputs, fitted.survey.num_outputs)
-        given = torch.as_tensor(outputs, device="cpu")
-        if given.ndim == 1:
-            return checked_outputs(given, layout.num_classes)
-        if given.ndim != len(layout.shape) + 1:
-            raise ValueError(
-                f"outputs must hold classes of shape (k,), or have the shape of the outputs with k classes; it has "
-                f"shape {tuple(given.shape)}."
-            )
-        by_position = given.movedim(layout.class_axis + 1, -1).flatten(1, -2)
-        return checked_outputs(by_position.flatten(0, 1), layout.num_classes).view(by_position.shape)
-
-    def _chosen_rows(self, chosen: Tensor, start: int, inputs: Any) -> ChosenOutputs:
-        """Return the chosen outputs of the inputs from place `start` on."""
-        linearization, count = self._fitted().linearization, num_inputs(inputs)
-        if chosen.ndim > 1 and len(chosen) < start + count:
-            raise ValueError(f"outputs has {len(chosen)} rows, but there are more inputs; give one row per input.")
-        own = chosen.expand(count, -1) if chosen.ndim == 1 else chosen[start : start + count]
-        total = linearization.num_outputs(inputs)
-        layout = linearization.output_layout
-        if layout is not None and layout.class_axis is not None:
-            C, L = layout.num_classes, total // layout.num_classes
-            if own.ndim == 3 and own.shape[1] != L:
-                raise ValueError(f"outputs has {own.shape[1]} positions, but the network's outputs have {L}.")
-            own = own[:, None].expand(-1, L, -1) if own.ndim == 2 else own
-            own = (own + C * torch.arange(L, device="cpu")[:, None]).flatten(1)
-        return ChosenOutputs(own.to(linearization.device))
+        return self._predictor().groups(x)
 
     @_with_model
     def evaluate(self, loader: Iterable[Any], *, progress: bool = False) -> Evaluation:
@@ -596,7 +395,7 @@ class SubspaceLaplace:
         certificate = self._certified(fitted, train_loader, progress)
         outputs, lower, upper = [], [], []
         with fitted.linearization.borrowed():
-            for jacobian in self._jacobians(x, progress):
+            for jacobian in self._predictor().jacobians(x, progress):
                 outputs.append(jacobian.outputs)
                 lower.append(certificate.lower(jacobian).to(jacobian.outputs.dtype))
                 upper.append(certificate.upper(jacobian).to(jacobian.outputs.dtype))
@@ -614,7 +413,7 @@ class SubspaceLaplace:
         fitted = self._fitted()
         certificate = self._certified(fitted, train_loader, progress)
         with fitted.linearization.borrowed():
-            return certificate.captured(self._jacobians(x, progress))
+            return certificate.captured(self._predictor().jacobians(x, progress))
 
     def _certified(self, fitted: Fitted, train_loader: Iterable[Any] | None, progress: bool) -> Certificate:
         """Return the certificate; made from the training data where the fit did not."""
@@ -683,7 +482,7 @@ class SubspaceLaplace:
         )
         n, layout = num_inputs(inputs), linearization.output_layout
         if joint:
-            return full._replace(covariance=_jointly_arranged(layout, full.covariance, n))
+            return full._replace(covariance=jointly_arranged(layout, full.covariance, n))
         each = diagonal_blocks(full.covariance, n)
         return full._replace(covariance=each if layout is None else layout.matrix(each))
 
@@ -695,7 +494,7 @@ class SubspaceLaplace:
         """
         fitted, subspace = self._fitted(), self._subspace()
         with fitted.linearization.borrowed():
-            jacobians = self._jacobians(x, wanted=subspace.wanted)
+            jacobians = self._predictor().jacobians(x, wanted=subspace.wanted)
             return torch.stack([subspace.traces(jacobian) for jacobian in jacobians]).sum(0)
 
     # What was fitted --------------------------------------------------------------------------------------------------
@@ -888,12 +687,7 @@ class SubspaceLaplace:
             count: how many.
             generator: on any device; None: one on the CPU with the object's seed, so that all calls draw the same.
         """
-        fitted = self._fitted()
-        linearization = fitted.linearization
-        drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
-        if linearization.units is not None:
-            drawn = drawn * linearization.flat_units(drawn)
-        return self._layout.flat(linearization.model) + drawn
+        return samples.parameters(self._fitted(), count, self._generator(generator))
 
     @_with_model
     def functional_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -906,18 +700,7 @@ class SubspaceLaplace:
             count: how many functions.
             generator: as of `sample`.
         """
-        fitted = self._fitted()
-        linearization = fitted.linearization
-        drawn = fitted.posterior.sample(self._noise(count, generator)).to(linearization.device, linearization.dtype)
-        vectors = self._layout.unflatten(drawn)
-        with linearization.borrowed():
-            jacobians = self._jacobians(x, wanted=Wanted(products=count))
-            parts, layouts = [], set()
-            for jacobian in jacobians:
-                layouts.add(linearization.output_layout)
-                parts.append(jacobian.outputs + jacobian.matmul(vectors).permute(2, 0, 1))
-        _require_one_layout(layouts)
-        return _arranged_draws(linearization.output_layout, torch.cat(parts, dim=1))
+        return samples.linearised_outputs(self._predictor(), x, count, self._generator(generator))
 
     @_with_model
     def network_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -932,35 +715,10 @@ class SubspaceLaplace:
             count: how many networks.
             generator: as of `sample`.
         """
-        linearization = self._fitted().linearization
-        wrapped = CallWith(linearization.model, linearization.forward)
-        shapes = {name: p.shape for name, p in self._layout.parameters(linearization.model).items()}
-        drawn = self._layout.unflatten(self.sample(count, generator))
-        networks = [{f"model.{name}": drawn[name][k].view(shapes[name]) for name in drawn} for k in range(count)]
-        parts, layouts = [], set()
-        for inputs in input_batches(with_labels_under(self._labels_key, x)):
-            if not num_inputs(inputs):
-                continue
-            keeps_graph = _requires_grad(inputs)
-            given = linearization.network.to_device(inputs, keeps_graph)
-            with linearization.borrowed(), torch.set_grad_enabled(keeps_graph):
-                parts.append(torch.stack([functional_call(wrapped, network, (given,)) for network in networks]))
-            layouts.add(linearization.output_layout)
-        if not parts:
-            raise ValueError("There are no inputs to predict for: x is empty.")
-        _require_one_layout(layouts)
-        return _arranged_draws(linearization.output_layout, torch.cat(parts, dim=1))
+        return samples.network_outputs(self._predictor(), x, count, self._generator(generator))
 
-    def _noise(self, count: int, generator: torch.Generator | None) -> Callable[[int], Tensor]:
-        rows = checked_count(count, "count")
-        require(
-            3 * 8 * rows * self._layout.num_parameters,
-            self._fitted().linearization.device,
-            f"A set of {rows:,} draws of {self._layout.num_parameters:,} parameters",
-            "Draw fewer at once.",
-        )
-        used = torch.Generator().manual_seed(self._options.seed) if generator is None else generator
-        return lambda width: torch.randn(rows, width, generator=used, dtype=torch.float64, device=used.device)
+    def _generator(self, given: torch.Generator | None) -> torch.Generator:
+        return torch.Generator().manual_seed(self._options.seed) if given is None else given
 
     # Files ------------------------------------------------------------------------------------------------------------
 
@@ -1028,6 +786,9 @@ class SubspaceLaplace:
             raise RuntimeError("This SubspaceLaplace is not fitted yet; call fit(train_loader) first.")
         return self._state
 
+    def _predictor(self) -> Predictor:
+        return Predictor(self._fitted(), self._labels_key, self._options.seed, self._claimed)
+
     @contextmanager
     def _claimed(self) -> Iterator[None]:
         """Keep other threads off the model, and make sure that it is still the one that was fitted."""
@@ -1065,60 +826,6 @@ class SubspaceLaplace:
         sigma = f", σ={', '.join(f'{std:.4g}' for std in stds)}" if stds else ""
         prior = f"λ={self._state.posterior.prior_precision:.4g}"
         return f"{head}, s={self.dim} of p={self.num_parameters:,}, {prior}{sigma}, N={self._state.survey.num_data:,})"
-
-
-def checked_outputs(outputs: Any, num_outputs: int) -> Tensor:
-    """Return indices of outputs, (k,) or (n, k), on the CPU, or raise an error that says what is wrong."""
-    chosen = torch.as_tensor(outputs, device="cpu")
-    if chosen.ndim not in (1, 2) or not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool:
-        raise ValueError(
-            f"outputs must hold indices of shape (k,), or (n, k) with one row per input; it is {chosen.dtype} of shape "
-            f"{tuple(chosen.shape)}."
-        )
-    if int(chosen.min()) < 0 or int(chosen.max()) >= num_outputs:
-        low, high = int(chosen.min()), int(chosen.max())
-        raise ValueError(f"outputs must lie in 0 … {num_outputs - 1}, but they range from {low} to {high}.")
-    return chosen.long()
-
-
-def _requires_grad(inputs: Any) -> bool:
-    """Return whether predictions for these inputs are to be differentiated: gradients are enabled and asked for."""
-    leaves = tree_flatten(plain(inputs))[0]
-    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def diagonal_blocks_of(matrices: Tensor, size: int) -> Tensor:
-    """Return the blocks on the diagonals of matrices (n, L·size, L·size): (n·L, size, size)."""
-    blocks = matrices.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)  # (n, size, size, L)
-    return blocks.movedim(3, 1).flatten(0, 1)
-
-
-def _gram(factor: Tensor) -> Tensor:
-    return factor @ factor.mT
-
-
-def _arranged_draws(layout: OutputLayout | None, drawn: Tensor) -> Tensor:
-    """Return draws of flat outputs, (count, n, K), in the network's arrangement: (count, n, …)."""
-    return drawn if layout is None else layout.arranged(drawn, dim=2)
-
-
-def _jointly_arranged(layout: OutputLayout | None, matrix: Tensor, n: int) -> Tensor:
-    """Return a matrix over all outputs of n inputs in the order of the network's own flattened outputs."""
-    if layout is None:
-        return matrix
-    half = layout.arranged(matrix.unflatten(1, (n, -1)), dim=2).flatten(1)
-    return layout.arranged(half.unflatten(0, (n, -1)), dim=1).flatten(0, -2)
-
-
-def _require_one_layout(layouts: set[OutputLayout | None]) -> None:
-    """Raise ValueError if the outputs of several batches cannot stand in one tensor."""
-    shapes = sorted(layout.shape for layout in layouts if layout is not None)
-    if len(layouts) > 1:
-        raise ValueError(
-            f"The batches have outputs of different shapes, from (n, {', '.join(map(str, shapes[0]))}) to "
-            f"(n, {', '.join(map(str, shapes[-1]))}), which one tensor cannot hold: predict for each batch, or pad the "
-            "inputs to one shape."
-        )
 
 
 def _used_link(likelihood: Likelihood, link: str | None) -> str:

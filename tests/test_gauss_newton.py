@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sublaplace.fitting.gauss_newton import trained_by_gauss_newton
-from sublaplace.fitting.map_training import mlp
+from sublaplace.model.mlp import mlp
 
 
 def data(n=20, noise=0.0, seed=0):

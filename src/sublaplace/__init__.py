@@ -6,6 +6,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.precision import BlockPrecision, isotropic_precision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.subspace_inputs import Drawn, Perturbed
+from sublaplace.fitting.map_training import Training, train
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
@@ -60,8 +61,10 @@ __all__ = [
     "Subset",
     "SubspaceLaplace",
     "SubspacePosterior",
+    "Training",
     "isotropic_precision",
     "low_rank",
     "metrics",
     "projector",
+    "train",
 ]

@@ -2,12 +2,14 @@
 
 import operator
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from sublaplace.data.loaders import with_labels_under
 from sublaplace.data.subspace_inputs import Drawn, Given, Perturbed, SubspaceInputs
+from sublaplace.model.layer_priors import PriorPrecision
 from sublaplace.model.likelihoods.base import LIKELIHOODS, Likelihood
 from sublaplace.options import AUTO, EVIDENCE, Captured, Complement, Options, Resources
 from sublaplace.projectors.registry import FULL, PROJECTORS, Builder, Projector
@@ -35,7 +37,7 @@ def checked_options(
         dim=checked_dim(dim),
         complement=chosen_complement,
         prior_precision=checked_prior(prior_precision),
-        prior_structure=checked_structure(prior_structure),
+        prior_structure="layer" if isinstance(prior_precision, Mapping) else checked_structure(prior_structure),
         subspace_inputs=checked_subspace_inputs(subspace_inputs, labels_key),
         seed=checked_seed(seed),
         resources=checked_resources(resources),
@@ -55,10 +57,10 @@ def _refuse_without_effect(options: Options, dim: Any, subspace_inputs: Any) -> 
         )
     if projector is FULL and options.outside is not None:
         raise ValueError("projector='full' leaves nothing outside: it goes without a complement.")
-    if options.prior_structure == "layer" and options.given_prior is not None:
+    if options.prior_structure == "layer" and isinstance(options.prior_precision, float):
         raise ValueError(
             "prior_structure='layer' has no effect with a given prior_precision: the evidence chooses one λ per layer. "
-            "Leave prior_precision out."
+            "Leave prior_precision out, or give one λ for each parameter by name."
         )
     has_dim = projector is not None and not projector.own_dim
     if dim is not None and not has_dim:
@@ -112,8 +114,10 @@ def checked_complement(complement: Any) -> Complement | str | None:
     return Complement(complement)
 
 
-def checked_prior(prior_precision: Any) -> float | str:
-    """Return λ, "auto" or "evidence"."""
+def checked_prior(prior_precision: Any) -> PriorPrecision | str:
+    """Return λ, one for each parameter by name, "auto" or "evidence"."""
+    if isinstance(prior_precision, Mapping):
+        return {name: checked_positive(prior, f"prior_precision['{name}']") for name, prior in prior_precision.items()}
     if isinstance(prior_precision, str):
         if prior_precision == "marglik":
             raise ValueError("prior_precision='marglik' is now prior_precision='evidence'.")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sublaplace.fitting.gauss_newton import trained_by_gauss_newton
-from sublaplace.fitting.map_training import ACTIVATIONS, mlp
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.gaussian import Gaussian
+from sublaplace.model.mlp import ACTIVATIONS, mlp
 from sublaplace.runtime.checks import checked_count
 
 try:

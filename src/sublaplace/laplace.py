@@ -84,9 +84,10 @@ class SubspaceLaplace:
             "diagonal" with a fitted weight, or ``Complement("kfac", weight=1.0)``. "auto": KFAC around a low-rank
             subspace, with a fitted weight for regression and weight 1 otherwise; None around other subspaces, and
             for outputs with positions.
-        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or "evidence": the λ that maximises the evidence of the KFAC
-            approximation, found before P is built. "auto": the evidence for regression, leave-one-out of the linearised
-            network for classification; then tuned on validation data, if there are any.
+        prior_precision: λ > 0 of the prior N(0, λ⁻¹ I), or one for each parameter by name, or "evidence": the λ that
+            maximises the evidence of the KFAC approximation, found before P is built. "auto": the evidence for
+            regression, leave-one-out of the linearised network for classification; then tuned on validation data, if
+            there are any.
         prior_structure: "scalar", or "layer": one λ per layer, in ratios that the evidence of KFAC chooses.
         subspace_inputs: X′, from which P is built: inputs (a tensor, a batch or a loader; labels are not needed),
             ``Drawn(200)`` or ``Perturbed(0.1)``. None: drawn from the training data.
@@ -107,7 +108,7 @@ class SubspaceLaplace:
         *positional: Any,
         projector: str | Projector | Builder | None = "lowrank-kfac",
         complement: str | Complement | None = "auto",
-        prior_precision: float | str = "auto",
+        prior_precision: float | dict[str, float] | str = "auto",
         prior_structure: str = "scalar",
         subspace_inputs: Any = None,
         forward: Forward | None = None,
@@ -139,6 +140,7 @@ class SubspaceLaplace:
             checked_prior(self._options.given_prior, next(model.parameters()).dtype.itemsize)
         with claimed(model):  # another thread that has borrowed it has changed its flags for a while
             self._layout = ParameterLayout.of(model)
+            self._options.given_units(self._layout)  # refuses unknown names
         self._resolved = self._options.resolved()  # with what "auto" stands for
         self._state: Fitted | None = None
         self._fingerprint = Fingerprint({}, (), "")

@@ -8,7 +8,9 @@ from typing import Any, Literal
 import torch
 
 from sublaplace.data.subspace_inputs import Drawn, Given, Perturbed, SubspaceInputs
+from sublaplace.model.layer_priors import PriorPrecision, reference_prior, units_of
 from sublaplace.model.likelihoods.base import Likelihood
+from sublaplace.model.parameters import ParameterLayout
 from sublaplace.projectors.registry import Projector
 from sublaplace.runtime.checks import checked_count, checked_positive, checked_share, checked_tolerance
 
@@ -127,7 +129,7 @@ class Options:
     projector: Projector | None  # None: no subspace, the complement alone
     dim: int | Captured
     complement: Complement | str | None  # "auto" until `resolved`
-    prior_precision: float | str  # or "auto", "evidence"
+    prior_precision: PriorPrecision | str  # or "auto", "evidence"
     prior_structure: str  # "scalar" or "layer"
     subspace_inputs: SubspaceInputs
     seed: int
@@ -166,8 +168,16 @@ class Options:
 
     @property
     def given_prior(self) -> float | None:
-        """λ, if it is a number."""
-        return None if isinstance(self.prior_precision, str) else self.prior_precision
+        """λ, if it is given; the one that stands for all, if there are several."""
+        return None if isinstance(self.prior_precision, str) else reference_prior(self.prior_precision)
+
+    def given_units(self, layout: ParameterLayout) -> dict[str, float] | None:
+        """Return the units of the parameters under given λ of their own; None: they are not given.
+
+        Raises:
+            ValueError: if the names are not those of the parameters.
+        """
+        return units_of(self.prior_precision, layout) if isinstance(self.prior_precision, dict) else None
 
     @property
     def leaves_one_out(self) -> bool:

@@ -5,7 +5,8 @@ Install with ``pip install 'sublaplace[sklearn]'``.
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -14,21 +15,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from sublaplace.fitting.map_training import (
-    ACTIVATIONS,
-    Hyperparameters,
-    Schedule,
-    Standardisation,
-    Training,
-    mlp,
-    train,
-)
+from sublaplace.fitting.map_training import Recipe, Training, adam, trained, training_options
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical
 from sublaplace.model.likelihoods.gaussian import Gaussian, checked_noise
 from sublaplace.model.likelihoods.links import WITH_MATRICES
-from sublaplace.options import Captured, Complement
+from sublaplace.model.mlp import ACTIVATIONS, Standardisation, mlp
+from sublaplace.options import EVIDENCE, Captured, Complement, Resources
 from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime.checks import checked_count, checked_positive
 from sublaplace.runtime.warning import warn
@@ -51,21 +45,38 @@ _DTYPES = (np.float64, np.float32)
 _AUTO_FRACTION, _FEWEST_HELD_OUT = 0.1, 20
 """What a classifier holds out by default, and of how many inputs at least; with fewer data, none."""
 
+_TRAINING_RESOURCES = Resources(memory_budget=2**30, curvature_samples="all")
+"""Of the evidence during training: the same on every machine."""
+
+
+@dataclass(frozen=True)
+class _Shuffled:
+    """The training data in batches, in another order in each pass."""
+
+    inputs: Tensor
+    targets: Tensor
+    batch_size: int
+    generator: torch.Generator
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.inputs), generator=self.generator, device="cpu")
+        for batch in order.split(self.batch_size):
+            yield self.inputs[batch], self.targets[batch]
+
 
 class _SubspaceLaplaceEstimator(BaseEstimator):
     """Base class of both estimators, with the training and the posterior `laplace_`."""
 
     laplace_: SubspaceLaplace
 
-    def _fit(
-        self, inputs: Tensor, targets: Tensor, num_outputs: int, likelihood: Likelihood, given: Hyperparameters
-    ) -> None:
+    def _fit(self, inputs: Tensor, targets: Tensor, num_outputs: int, likelihood: Likelihood) -> None:
         """Train a network and fit `laplace_`, whose network standardises its inputs itself."""
-        schedule = Schedule(
+        recipe = Recipe(
+            training_options(likelihood, self._prior(), resources=_TRAINING_RESOURCES),
             epochs=checked_count(self.max_iter, "max_iter"),
-            batch_size=checked_count(self.batch_size, "batch_size"),
-            learning_rate=checked_positive(self.learning_rate, "learning_rate"),
+            optimizer=adam(checked_positive(self.learning_rate, "learning_rate")),
         )
+        batch_size = checked_count(self.batch_size, "batch_size")
         fraction = self._validation_fraction(targets, likelihood)
         seed = int(check_random_state(self.random_state).randint(2**31))
         generator = torch.Generator().manual_seed(seed)
@@ -77,9 +88,9 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         network = mlp(inputs, self._hidden_widths(), num_outputs, self._activation(), generator)
         # Constructed before the training, so that an invalid parameter fails early.
         self._laplace(network, likelihood, 1.0, seed)
-        training = train(network, likelihood, inputs, targets, given, schedule, generator)
-        network.eval()
-        likelihood, prior = self._for_posterior(training, given, likelihood, held_out is not None)
+        steps = _Shuffled(inputs, targets, batch_size, generator)
+        training = trained(network, steps, [(inputs, targets)], len(inputs), recipe)
+        likelihood, prior = self._for_posterior(training, likelihood, held_out is not None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             laplace = self._laplace(network, likelihood, prior, seed).fit([(inputs, targets)], held_out)
@@ -90,9 +101,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         self.loss_curve_ = training.objective
         self.n_iter_ = len(training.objective)
 
-    def _for_posterior(
-        self, training: Training, given: Hyperparameters, likelihood: Likelihood, validated: bool
-    ) -> tuple[Likelihood, float | str]:
+    def _for_posterior(self, training: Training, likelihood: Likelihood, validated: bool) -> tuple[Likelihood, Any]:
         """Return the likelihood and λ of the posterior: as trained, or what `SubspaceLaplace` is to choose.
 
         Under "auto", a classifier's posterior has its own λ, by leave-one-out. On six development data sets and for
@@ -102,7 +111,7 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
         if self.prior_precision != "auto":
             return training.likelihood, training.prior_precision
         if validated:
-            return likelihood if given.noise_std is None else training.likelihood, "auto"
+            return likelihood, "auto"
         return training.likelihood, training.prior_precision if likelihood.has_noise else "auto"
 
     def _laplace(
@@ -118,14 +127,14 @@ class _SubspaceLaplaceEstimator(BaseEstimator):
             seed=seed,
         )
 
-    def _prior(self) -> float | None:
-        """Return the λ that the network is trained with; None: tuned by the evidence."""
+    def _prior(self) -> float | str:
+        """Return the λ that the network is trained with, or that the evidence tunes it."""
         if isinstance(self.prior_precision, str):
             if self.prior_precision not in ("auto", "evidence"):
                 raise ValueError(
                     f"Unknown prior_precision '{self.prior_precision}'; pass a positive number, 'auto' or 'evidence'."
                 )
-            return None
+            return EVIDENCE
         return checked_positive(self.prior_precision, "prior_precision")
 
     def _validation_fraction(self, targets: Tensor, likelihood: Likelihood) -> float | None:
@@ -277,8 +286,8 @@ class SubspaceLaplaceRegressor(RegressorMixin, _SubspaceLaplaceEstimator):
         self._target_mean = standardise.mean.numpy()
         self._target_scale = standardise.scale.numpy()
         self._one_target = values.ndim == 1
-        given = Hyperparameters(self._prior(), self._standardised_noise())
-        self._fit(torch.tensor(inputs, device="cpu"), standardise(targets), targets.shape[1], Gaussian(), given)
+        likelihood = Gaussian(self._standardised_noise())
+        self._fit(torch.tensor(inputs, device="cpu"), standardise(targets), targets.shape[1], likelihood)
         noise_std = np.asarray(self.laplace_.noise_std) * self._target_scale
         self.noise_std_ = float(noise_std[0]) if self._one_target else noise_std
         return self
@@ -420,13 +429,11 @@ class SubspaceLaplaceClassifier(ClassifierMixin, _SubspaceLaplaceEstimator):
         self.classes_, labels = np.unique(values, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"A classifier needs at least two classes; y holds one class, {self.classes_[0]}.")
-        given = Hyperparameters(self._prior())
         self._fit(
             torch.tensor(inputs, device="cpu"),
             torch.tensor(labels, device="cpu"),
             len(self.classes_),
             self._likelihood(),
-            given,
         )
         return self
 

@@ -31,13 +31,14 @@ from sublaplace.fitting.leave_one_out import (
 )
 from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
-from sublaplace.fitting.tuning import layer_units, prior_by_evidence
+from sublaplace.fitting.tuning import layer_priors, prior_by_evidence
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.model.attributes import as_texts, settings_of
 from sublaplace.model.fingerprint import Fingerprint, described_modules
+from sublaplace.model.layer_priors import units_of
 from sublaplace.model.output_layout import FlatOutputs
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
@@ -303,7 +304,9 @@ class _Run:
 
     def _in_layer_units(self, context: ProjectorContext, look: _Look, chosen: Any) -> ProjectorContext:
         """Return the context with parameters in units in which every layer's λ is the same."""
-        units = layer_units(context.curvatures, look.survey)
+        units = self.options.given_units(self.linearization.layout)
+        if units is None:
+            units = units_of(layer_priors(context.curvatures, look.survey), self.linearization.layout)
         self.linearization = self.linearization.with_units(units)
         curvatures = context.curvatures.in_units(self.linearization, units)
         sketched = self._sketched(chosen, look.survey.num_outputs)

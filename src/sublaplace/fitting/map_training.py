@@ -1,188 +1,479 @@
-r"""Small networks for tabular data, trained to the maximum a posteriori (MAP) that a Laplace approximation needs.
+r"""Training to the maximum a posteriori (MAP) that a Laplace approximation needs, with λ and σ by the evidence.
 
-With the prior N(0, λ⁻¹ I) and N data, θ̂ minimises :math:`\frac1N \sum_i -\ln p(y_i|f_\theta(x_i)) + \frac{λ}{2N}‖θ‖²`,
-so λ/N is Adam's (coupled) weight decay. Unless given, λ and the noise σ maximise the evidence of the KFAC approximation
-at the current network. They are updated several times in the first half of the training (Immer et al., 2021).
+With the prior N(0, λ⁻¹ I) and N data, θ̂ minimises :math:`\frac1N \sum_i -\ln p(y_i|f_\theta(x_i)) + \frac{λ}{2N}‖θ‖²`.
+Unless given, λ and the noise σ maximise the evidence of the KFAC approximation at the current network. They are updated
+several times in the first half of the training (Immer et al., 2021).
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import exp, log
+from functools import partial
+from math import exp, isfinite, log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sublaplace.curvature.kfac import kronecker_ggn
+from sublaplace.arguments import checked_options
+from sublaplace.curvature.cache import Curvatures
+from sublaplace.data.batches import batches
+from sublaplace.data.loaders import checked_loader, with_labels_under
+from sublaplace.fitting.fit import new_linearization
 from sublaplace.fitting.steps import curvature_stream
-from sublaplace.fitting.survey import survey_of
-from sublaplace.fitting.tuning import evidence_of
-from sublaplace.jacobians.linearization import Linearization
-from sublaplace.model.likelihoods.base import Likelihood
-from sublaplace.model.likelihoods.gaussian import Gaussian
-from sublaplace.options import Resources
-from sublaplace.posteriors.evidence import golden_section
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+from sublaplace.fitting.survey import Survey, survey_of
+from sublaplace.fitting.tuning import evidence_of, layer_priors
+from sublaplace.fitting.validation import check_first_batch
+from sublaplace.jacobians.network import Forward, Network
+from sublaplace.model.borrowing import claimed, full_precision
+from sublaplace.model.calling import call_model
+from sublaplace.model.layer_priors import PriorPrecision, reference_prior, units_of
+from sublaplace.model.likelihoods.at_positions import at_positions
+from sublaplace.model.likelihoods.base import Likelihood, Noise
+from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
+from sublaplace.model.output_layout import FlatOutputs
+from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout
+from sublaplace.options import EVIDENCE, Complement, Options, Resources
+from sublaplace.posteriors.evidence import Evidence, golden_section
+from sublaplace.runtime.checks import checked_count, checked_positive
+from sublaplace.runtime.progress import shown
 
 SMALLEST_NOISE = 1e-3
-"""Lower bound on σ, for targets with unit variance; without it, σ would go to zero if residuals are fitted exactly."""
+"""Lower bound on σ relative to the spread of the targets; without it, exactly fitted residuals would lead σ to zero."""
+
+DEFAULT_LEARNING_RATE = 1e-3
 
 _ROUNDS = 10  # how often λ and σ are tuned in the first half of the training
-_FIRST_NOISE = 0.5  # initial σ, for targets with unit variance
+_FIRST_NOISE, _LARGEST_NOISE = 0.5, 2.0  # σ at first and at most, relative to the spread of the targets
 
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """Given values of λ and σ; None: to be tuned."""
-
-    prior_precision: float | None
-    noise_std: float | tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The length, batch size and initial learning rate of the training."""
-
-    epochs: int
-    batch_size: int
-    learning_rate: float
+Parameters = list[nn.Parameter]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
 
 @dataclass
 class Training:
-    """The result of a training: λ, the likelihood with its σ, and the objective after every epoch."""
-
-    prior_precision: float
-    likelihood: Likelihood
-    objective: list[float] = field(default_factory=list)
-
-
-class Standardisation(nn.Module):
-    """Module that maps x to (x − mean) / scale per column; constant columns have scale 1."""
-
-    mean: Tensor
-    scale: Tensor
-
-    def __init__(self, columns: Tensor) -> None:
-        super().__init__()
-        spread = columns.std(0, correction=0)
-        constant = spread <= 10 * torch.finfo(columns.dtype).eps * columns.abs().amax(0)
-        self.register_buffer("mean", columns.mean(0))
-        self.register_buffer("scale", spread.masked_fill(constant, 1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the standardised columns of x."""
-        return (x - self.mean) / self.scale
-
-
-class Scaled(nn.Module):
-    """Module that multiplies by a number."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x times the factor."""
-        return x * self.factor
-
-
-def mlp(
-    inputs: Tensor,
-    hidden: Sequence[int],
-    num_outputs: int,
-    activation: type[nn.Module],
-    generator: torch.Generator,
-    scaled: bool = False,
-) -> nn.Sequential:
-    """Return a fully connected network that standardises its inputs, with weights N(0, 1/fan-in) and zero biases.
+    """The result of a training, for ``SubspaceLaplace(model, result.likelihood, prior_precision=…)``.
 
     Args:
-        inputs: the training inputs (n, n_features), which determine the standardisation and the dtype.
-        hidden: widths of the hidden layers.
-        num_outputs: the number of outputs.
-        activation: the activation between layers.
-        generator: the source of the weights.
-        scaled: whether weights are N(0, 1), and the inputs of each layer divided by √fan-in. It is the same network,
-            but a prior N(0, λ⁻¹I) of the weights then suits layers of all widths.
+        prior_precision: λ, one number or, with ``prior_structure="layer"``, one for each parameter by name.
+        likelihood: the likelihood with the σ in use.
+        objective: mean −ln p(y|f) + λ/2N ‖θ‖² after each epoch, as measured during the epoch.
+        evidence: ln p(D) of the KFAC approximation, each time λ and σ were tuned.
+        validation_nll: mean −ln p(y|f) of the validation data after each epoch; empty without them.
     """
-    layers: list[nn.Module] = [Standardisation(inputs)]
-    widths = [inputs.shape[1], *hidden, num_outputs]
-    for fan_in, fan_out in pairwise(widths):
-        # The default initialisation would draw from the global random state.
-        linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out, dtype=inputs.dtype, device=inputs.device)
-        nn.init.normal_(linear.weight, std=1.0 if scaled else fan_in**-0.5, generator=generator)
-        nn.init.zeros_(linear.bias)
-        layers += [Scaled(fan_in**-0.5)] if scaled else []
-        layers += [linear, activation()]
-    return nn.Sequential(*layers[:-1])
+
+    prior_precision: PriorPrecision
+    likelihood: Likelihood
+    objective: list[float] = field(default_factory=list)
+    evidence: list[float] = field(default_factory=list)
+    validation_nll: list[float] = field(default_factory=list)
+
+    @property
+    def noise_std(self) -> Noise | None:
+        """σ of regression; None for a likelihood without noise."""
+        return self.likelihood.noise_std
 
 
 def train(
-    network: nn.Module,
-    likelihood: Likelihood,
-    inputs: Tensor,
-    targets: Tensor,
-    given: Hyperparameters,
-    schedule: Schedule,
-    generator: torch.Generator,
+    model: nn.Module,
+    loader: Iterable[Any],
+    likelihood: str | Likelihood,
+    *,
+    epochs: int = 100,
+    learning_rate: float | None = None,
+    optimizer: OptimizerFactory | None = None,
+    prior_precision: float | dict[str, float] | str = EVIDENCE,
+    prior_structure: str = "scalar",
+    val_loader: Iterable[Any] | None = None,
+    evidence_loader: Iterable[Any] | None = None,
+    forward: Forward | None = None,
+    labels_key: str = "labels",
+    seed: int = 0,
+    resources: Resources | None = None,
+    progress: bool = False,
 ) -> Training:
-    """Train the network in place, with Adam and a learning rate that decays to zero along a cosine.
+    """Train a network in place to its MAP, with λ and σ by the evidence of KFAC, and leave it in eval mode.
 
-    The second half of the training uses the returned λ and σ, so θ̂ is their MAP. Cost: `epochs` passes over the data,
-    and at most ten fits of KFAC if λ or σ is tuned.
+    The second half of the training uses the returned λ and σ, so θ̂ is their MAP. The learning rate decays to zero
+    along a cosine. Continue with
+    ``SubspaceLaplace(model, result.likelihood, prior_precision=result.prior_precision).fit(loader)``. If anything
+    fails, the model is as before; an interrupt leaves it as it is then.
+
+    Cost: `epochs` passes over the data, one forward pass before, and at most ten fits of KFAC if λ or σ is tuned.
 
     Args:
-        network: trained in place.
-        likelihood: the likelihood; its σ is replaced.
-        inputs: (n, n_features).
-        targets: in the form of the likelihood; with unit variance for regression.
-        given: λ and σ, or None to tune them.
-        schedule: epochs, batch size and learning rate.
-        generator: determines the order of the data.
+        model: any module that `SubspaceLaplace` accepts; parameters with ``requires_grad=True`` are trained.
+        loader: a re-iterable of batches, as for `SubspaceLaplace.fit`; sample weights count as there.
+        likelihood: a name or an object, as for `SubspaceLaplace`. A given σ, ``Gaussian(0.1)``, is kept.
+        epochs: passes over the data.
+        learning_rate: the first learning rate of Adam; None: 0.001.
+        optimizer: a function from the list of parameters to an optimizer, such as
+            ``partial(torch.optim.SGD, lr=0.1)``, in place of Adam. Its weight decay must be zero: λ stands for it.
+        prior_precision: λ > 0 to keep, one number or one for each parameter by name; "evidence": tuned.
+        prior_structure: "scalar", or "layer": one λ per layer, all tuned by the evidence.
+        val_loader: validation data whose NLL is recorded after each epoch; they decide nothing.
+        evidence_loader: the training data as the evidence is to see them, for example without random augmentation or in
+            larger batches; None: `loader`.
+        forward: how the model is called, as for `SubspaceLaplace`.
+        labels_key: where a batch that is a mapping holds its targets.
+        seed: of dropout and of the order of a `DataLoader` without a generator of its own. The global random state
+            is the same afterwards.
+        resources: what the fits of KFAC may use, see `Resources`.
+        progress: show a bar.
+
+    Raises:
+        ValueError: for arguments or data that do not fit, or if the objective is no longer finite.
     """
-    N, epochs = len(inputs), schedule.epochs
-    result = Training(given.prior_precision or 1.0, likelihood)
-    if likelihood.has_noise:
-        result.likelihood = Gaussian(given.noise_std or _FIRST_NOISE)
-    tunes = given.prior_precision is None or (likelihood.has_noise and given.noise_std is None)
-    tuned_at = {epochs * part // (2 * _ROUNDS) for part in range(1, _ROUNDS + 1)} - {0} if tunes else set()
-    optimizer = torch.optim.Adam(
-        network.parameters(), schedule.learning_rate, weight_decay=result.prior_precision / N, fused=True
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if isinstance(prior_precision, str) and prior_precision != EVIDENCE:
+        raise ValueError(f"Unknown prior_precision '{prior_precision}'; give a positive number or '{EVIDENCE}'.")
+    options = training_options(likelihood, prior_precision, prior_structure, seed, resources, labels_key)
+    recipe = Recipe(
+        options, checked_count(epochs, "epochs"), _factory(optimizer, learning_rate), forward or call_model, progress
     )
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    for epoch in range(epochs):
-        if epoch in tuned_at:
-            _tune(result, network, inputs, targets, given)
-            optimizer.param_groups[0]["weight_decay"] = result.prior_precision / N
-        total = 0.0
-        for batch in torch.randperm(N, generator=generator, device="cpu").split(schedule.batch_size):
+    if recipe.tunes and recipe.epochs < 2:
+        raise ValueError(
+            "λ and σ are tuned between epochs, so epochs must be at least 2. Give prior_precision=…, and for "
+            "regression Gaussian(σ), to train for a single one."
+        )
+    read = partial(with_labels_under, labels_key)
+    data = read(checked_loader(loader, "train"))
+    seen = data if evidence_loader is None else read(checked_loader(evidence_loader, "evidence_loader"))
+    held_out = None if val_loader is None else read(checked_loader(val_loader, "val_loader"))
+    _require_trainable(model)
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    drawing = [device] if device.type == "cuda" else []
+    with claimed(model), full_precision(device), torch.enable_grad(), torch.random.fork_rng(drawing):
+        torch.manual_seed(seed)
+        try:
+            survey = _survey(model, seen, recipe, held_out)
+            return trained(model, data, seen, survey.num_data, recipe, _spread(survey), held_out)
+        except Exception:
+            model.load_state_dict(before)
+            for module, training in modes:
+                module.training = training
+            raise
+        finally:
+            model.zero_grad()
+
+
+def training_options(
+    likelihood: str | Likelihood,
+    prior_precision: float | dict[str, float] | str,
+    prior_structure: str = "scalar",
+    seed: int = 0,
+    resources: Resources | None = None,
+    labels_key: str = "labels",
+) -> Options:
+    """Return checked options whose posterior is the KFAC approximation, by whose evidence λ and σ are tuned."""
+    whole = Complement("kfac", 1.0)
+    return checked_options(
+        likelihood, None, None, whole, prior_precision, prior_structure, None, labels_key, seed, resources
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a network is trained.
+
+    Args:
+        options: the likelihood, whose σ is tuned if it is not given, λ, and the resources of KFAC.
+        epochs: passes over the data.
+        optimizer: from parameters to an optimizer without weight decay.
+        forward: how the model is called.
+        progress: show a bar.
+    """
+
+    options: Options
+    epochs: int
+    optimizer: OptimizerFactory
+    forward: Forward = call_model
+    progress: bool = False
+
+    @property
+    def tunes_prior(self) -> bool:
+        """Whether λ is tuned."""
+        return self.options.given_prior is None
+
+    @property
+    def tunes_noise(self) -> bool:
+        """Whether σ is tuned."""
+        return self.options.likelihood.has_noise and self.options.likelihood.noise_std is None
+
+    @property
+    def tunes(self) -> bool:
+        """Whether anything is tuned."""
+        return self.tunes_prior or self.tunes_noise
+
+    @property
+    def tuned_at(self) -> set[int]:
+        """The epochs before which λ and σ are tuned."""
+        if not self.tunes:
+            return set()
+        return {self.epochs * part // (2 * _ROUNDS) for part in range(1, _ROUNDS + 1)} - {0}
+
+
+def adam(learning_rate: float) -> OptimizerFactory:
+    """Return the factory of Adam with a learning rate."""
+
+    def factory(parameters: Parameters) -> torch.optim.Optimizer:
+        fused = True if parameters[0].device.type == "cpu" else None
+        return torch.optim.Adam(parameters, learning_rate, fused=fused)
+
+    return factory
+
+
+def trained(
+    model: nn.Module,
+    loader: Iterable[Any],
+    evidence_loader: Iterable[Any],
+    num_data: int,
+    recipe: Recipe,
+    spread: Noise = 1.0,
+    val_loader: Iterable[Any] | None = None,
+) -> Training:
+    """Train the network in place, and leave it in eval mode; see `train`.
+
+    Args:
+        model: trained in place.
+        loader: the data in the order of the steps.
+        evidence_loader: the same data as the evidence sees them.
+        num_data: N.
+        recipe: how it is trained.
+        spread: the standard deviation of the targets, in which σ is searched for; one for each output if σ is.
+        val_loader: validation data.
+    """
+    layout = ParameterLayout.of(model)
+    parameters = layout.parameters(model)
+    step = _Step(Network(model, _flat(recipe)))
+    result = Training(_first_prior(recipe), _first_likelihood(recipe, spread))
+    optimizer = recipe.optimizer(list(parameters.values()))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs)
+    for epoch in shown(range(recipe.epochs), "training", recipe.progress):
+        if epoch in recipe.tuned_at:
+            _tune(result, model, evidence_loader, recipe, spread)
+        priors = _by_name(result.prior_precision, layout)
+        model.train()
+        total, count = 0.0, 0
+        for inputs, targets, weights in batches(loader):
             optimizer.zero_grad()
-            loss = -result.likelihood.log_density(network(inputs[batch]), targets[batch]).mean()
+            loss = -step.log_likelihood(result.likelihood, inputs, targets, weights) / len(targets)
             loss.backward()
+            _add_prior_gradient(parameters, priors, num_data)
             optimizer.step()
-            total += loss.item() * len(batch)
+            total += _finite(loss.item(), epoch) * len(targets)
+            count += len(targets)
         cosine.step()
-        squared_norm = sum(parameter.detach().square().sum().item() for parameter in network.parameters())
-        result.objective.append((total + 0.5 * result.prior_precision * squared_norm) / N)
+        penalty = sum(priors[name] * p.detach().square().sum().item() for name, p in parameters.items())
+        result.objective.append((total * (num_data / count) + 0.5 * penalty) / num_data)
+        model.eval()
+        if val_loader is not None:
+            result.validation_nll.append(step.mean_nll(result.likelihood, val_loader))
     return result
 
 
-def _tune(result: Training, network: nn.Module, inputs: Tensor, targets: Tensor, given: Hyperparameters) -> None:
+@dataclass(frozen=True)
+class _Step:
+    """The log likelihood of batches, for gradients."""
+
+    network: Network
+
+    def log_likelihood(self, likelihood: Likelihood, inputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """Return Σ w ln p(y|f) over a batch, differentiable."""
+        network = self.network
+        outputs = network.forward(network.model, network.to_device(inputs))
+        forward = network.forward
+        placed = at_positions(likelihood, forward.layout if isinstance(forward, FlatOutputs) else None)
+        labels = placed.targets_by_position(targets.to(network.device))
+        each = placed.of_one_position.log_density(placed.by_position(outputs), labels)
+        if weights is None:
+            return each.sum()
+        own = placed.spread_weights(weights.to(network.device))
+        return (each * placed.counts_by_position(own, outputs).to(each)).sum()
+
+    def mean_nll(self, likelihood: Likelihood, loader: Iterable[Any]) -> float:
+        """Return the mean of −ln p(y|f) per input."""
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for inputs, targets, weights in batches(loader):
+                total -= float(self.log_likelihood(likelihood, inputs, targets, weights))
+                count += len(targets)
+        return total / count
+
+
+def _add_prior_gradient(parameters: dict[str, nn.Parameter], priors: dict[str, float], num_data: int) -> None:
+    """Add λθ/N to the gradients; a parameter that the batch does not use stays as it is."""
+    with torch.no_grad():
+        for name, p in parameters.items():
+            if p.grad is not None:
+                p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                p.grad.add_(p, alpha=priors[name] / num_data)
+
+
+def _finite(loss: float, epoch: int) -> float:
+    if not isfinite(loss):
+        raise ValueError(
+            f"The objective is {loss} in epoch {epoch + 1}, so the training diverged. Use a smaller learning rate, or "
+            "standardise inputs and targets."
+        )
+    return loss
+
+
+# λ and σ --------------------------------------------------------------------------------------------------------------
+
+
+def _tune(result: Training, model: nn.Module, loader: Iterable[Any], recipe: Recipe, spread: Noise) -> None:
     """Maximise KFAC's evidence at the current network over λ, then over σ, unless they are given."""
-    linearization = Linearization(network)
-    loader, tolerance = [(inputs, targets)], Resources().tolerance(linearization.dtype)
+    options = recipe.options
+    linearization = new_linearization(options, model, recipe.forward, options.resources.memory_budget)
     with linearization.borrowed():
         survey, _ = survey_of(loader, linearization, result.likelihood, estimate=False)
-        kfac = kronecker_ggn(curvature_stream(loader, linearization, survey, tolerance), result.prior_precision)
-    evidence = evidence_of(kfac, survey, linearization.squared_norm())
-    if given.prior_precision is None:
-        result.prior_precision = evidence.best_prior(survey.noise_std)
-    if result.likelihood.has_noise and given.noise_std is None:
-        prior = torch.tensor(result.prior_precision, dtype=torch.float64, device="cpu")
+        if isinstance(spread, tuple) and recipe.tunes_noise:
+            survey = survey.with_given_noise(_residual_stds(survey, spread))
+        tolerance = options.resources.tolerance(linearization.dtype)
+        samples = options.resources.samples(survey.num_outputs)
+        stream = curvature_stream(loader, linearization, survey, tolerance, samples=samples, seed=options.seed)
+        curvatures = Curvatures(stream, survey.num_data, survey.num_outputs)
+        prior = reference_prior(result.prior_precision)
+        curvatures.kfac(prior)
+    if options.prior_structure == "layer":
+        if recipe.tunes_prior:
+            result.prior_precision = layer_priors(curvatures, survey)
+        assert isinstance(result.prior_precision, dict)
+        prior, units = reference_prior(result.prior_precision), units_of(result.prior_precision, linearization.layout)
+        linearization = linearization.with_units(units)
+        curvatures = curvatures.in_units(linearization, units)
+    evidence = evidence_of(curvatures.kfac(prior), survey, linearization.squared_norm())
+    if options.prior_structure == "scalar" and recipe.tunes_prior:
+        prior = result.prior_precision = evidence.best_prior(survey.noise_std)
+    noise = survey.noise_std
+    if recipe.tunes_noise:
+        noise = _best_noise(evidence, prior, noise, spread)
+        result.likelihood = recipe.options.likelihood.with_given_noise(noise)
+    result.evidence.append(_value(evidence, prior, noise))
 
-        def value(log_noise: float) -> float:
-            return evidence(prior, torch.tensor(exp(log_noise), dtype=torch.float64, device="cpu")).item()
 
-        result.likelihood = Gaussian(exp(golden_section(value, log(SMALLEST_NOISE), log(2.0), width=1e-3)))
+def _best_noise(evidence: Evidence, prior: float, noise: Noise, spread: Noise) -> Noise:
+    """Return the σ of the largest evidence: one number, or all of `noise` times a common factor."""
+    if isinstance(noise, tuple):
+
+        def scaled(log_factor: float) -> float:
+            return _value(evidence.with_noise_factor(exp(log_factor)), prior, noise)
+
+        factor = exp(golden_section(scaled, -log(_LARGEST_NOISE), log(_LARGEST_NOISE), width=1e-3))
+        return tuple(factor * std for std in noise)
+
+    def value(log_noise: float) -> float:
+        return _value(evidence, prior, exp(log_noise))
+
+    assert isinstance(spread, float)
+    return exp(golden_section(value, log(SMALLEST_NOISE * spread), log(_LARGEST_NOISE * spread), width=1e-3))
+
+
+def _value(evidence: Evidence, prior: float, noise: Noise) -> float:
+    """Return ln p(D) at λ and σ."""
+    at = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (prior, noise))
+    return evidence(*at).item()
+
+
+def _residual_stds(survey: Survey, spread: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the root mean square of each output's residuals, with the lower bound on σ."""
+    squares = (survey.residuals.squares / survey.residuals.count).sqrt().tolist()
+    return tuple(max(std, SMALLEST_NOISE * scale) for std, scale in zip(squares, spread, strict=True))
+
+
+def _first_likelihood(recipe: Recipe, spread: Noise) -> Likelihood:
+    likelihood = recipe.options.likelihood
+    if not recipe.tunes_noise:
+        return likelihood
+    stds = tuple(_FIRST_NOISE * std for std in spread) if isinstance(spread, tuple) else _FIRST_NOISE * spread
+    return likelihood.with_given_noise(stds)
+
+
+def _first_prior(recipe: Recipe) -> PriorPrecision:
+    given = recipe.options.prior_precision
+    return 1.0 if isinstance(given, str) else given
+
+
+def _by_name(prior: PriorPrecision, layout: ParameterLayout) -> dict[str, float]:
+    return prior if isinstance(prior, dict) else dict.fromkeys(layout.names, prior)
+
+
+# The model and the data before the first step -------------------------------------------------------------------------
+
+
+def _flat(recipe: Recipe) -> Forward:
+    """Return how the model is called for flat outputs, as likelihoods take them."""
+    likelihood = recipe.options.likelihood
+    return FlatOutputs(recipe.forward, likelihood.class_dim) if likelihood.takes_positions else recipe.forward
+
+
+def _survey(model: nn.Module, loader: Iterable[Any], recipe: Recipe, val_loader: Iterable[Any] | None) -> Survey:
+    """Look at the data with the untrained network: how many there are, and whether they fit."""
+    options = recipe.options
+    linearization = new_linearization(options, model, recipe.forward, options.resources.memory_budget)
+    units = options.given_units(linearization.layout)  # refuses unknown names
+    linearization = linearization if units is None else linearization.with_units(units)
+    with linearization.borrowed():
+        if val_loader is not None:
+            check_first_batch(val_loader, linearization, options.likelihood)
+        return survey_of(loader, linearization, options.likelihood, estimate=False)[0]
+
+
+def _spread(survey: Survey) -> Noise:
+    """Return the standard deviation of the untrained network's residuals, a measure of the targets' spread."""
+    if not survey.likelihood.has_noise or survey.likelihood.noise_estimate is None:
+        return 1.0
+    residuals = survey.residuals
+    if survey.likelihood.noise_estimate != PER_OUTPUT:
+        return _std(float(residuals.spread.sum() / residuals.count.sum()))
+    return tuple(_std(variance) for variance in (residuals.spread / residuals.count).tolist())
+
+
+def _std(variance: float) -> float:
+    if not variance > 0:
+        raise ValueError(
+            "The targets differ from the network's outputs by a constant, so there is no scale to search σ in; give "
+            "it, as in Gaussian(0.1)."
+        )
+    return variance**0.5
+
+
+def _require_trainable(model: nn.Module) -> None:
+    """Raise ValueError for parameters in half precision, in which small steps are lost."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype in HALF_PRECISIONS:
+            raise ValueError(
+                f"Parameter '{name}' is {p.dtype}, in which small steps are rounded away. Train in float32: convert "
+                "the trainable parameters with .float()."
+            )
+
+
+def _factory(optimizer: Any, learning_rate: Any) -> OptimizerFactory:
+    """Return a factory of optimizers that refuses what is no optimizer, or has weight decay of its own."""
+    if optimizer is None:
+        rate = DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
+        return adam(checked_positive(rate, "learning_rate"))
+    if learning_rate is not None:
+        raise ValueError("learning_rate has no effect with an optimizer of your own; give it there.")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            "optimizer must be a function from the list of parameters to an optimizer, such as "
+            "partial(torch.optim.SGD, lr=0.1)."
+        )
+
+    def factory(parameters: Parameters) -> torch.optim.Optimizer:
+        made = optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must return a torch.optim.Optimizer, not {type(made).__name__}.")
+        if any(group.get("weight_decay", 0) for group in made.param_groups):
+            raise ValueError(
+                "The optimizer has a weight decay of its own, but λ stands for it; give weight_decay=0, and "
+                "prior_precision=N·weight_decay if you want to keep its value."
+            )
+        return made
+
+    return factory

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from sublaplace.fitting.fitted import GIVEN, Fitted
-from sublaplace.fitting.tuning import layer_of
+from sublaplace.model.layer_priors import layer_of
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.runtime.memory import readable
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from math import exp, log
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from sublaplace.curvature.precision import EigenvalueOccam
 from sublaplace.fitting.fitted import Fitted, Stage
 from sublaplace.fitting.survey import Survey
 from sublaplace.fitting.validation import chosen_on
+from sublaplace.model.layer_priors import layer_of
 from sublaplace.posteriors.evidence import Evidence
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.runtime.memory import peak_bytes
@@ -39,8 +39,8 @@ def prior_by_evidence(curvatures: Curvatures, survey: Survey, last_layer: tuple[
     return evidence_of(curvatures.kfac(1.0), survey, linearization.squared_norm()).best_prior(survey.noise_std)
 
 
-def layer_units(curvatures: Curvatures, survey: Survey) -> dict[str, float]:
-    """Return units of the parameters in which each layer's λ of the largest evidence of KFAC is the same.
+def layer_priors(curvatures: Curvatures, survey: Survey) -> dict[str, float]:
+    """Return the λ of each parameter: for every layer the one of the largest evidence of KFAC.
 
     The evidence of KFAC is a sum over layers, so that each layer's λ is found on its own. Parameters of one module make
     up a layer.
@@ -57,18 +57,12 @@ def layer_units(curvatures: Curvatures, survey: Survey) -> dict[str, float]:
         occam = EigenvalueOccam(eigenvalues, kfac.scale)
         evidence = Evidence(_no_log_likelihood, occam, squared_norm, (kfac.scale,))
         priors[layer] = evidence.best_prior(1.0, low=1e-6, high=1e8)
-    middle = exp(sum(log(prior) for prior in priors.values()) / len(priors))
-    return {name: (middle / priors[layer_of(name)]) ** 0.5 for name in linearization.layout.names}
+    return {name: priors[layer_of(name)] for name in linearization.layout.names}
 
 
 def _no_log_likelihood(noise_std: Tensor) -> Tensor:
     """Return 0: the log likelihood is the same for every λ."""
     return torch.zeros((), dtype=torch.float64, device="cpu")
-
-
-def layer_of(name: str) -> str:
-    """Return the module that a parameter belongs to."""
-    return name.rpartition(".")[0]
 
 
 def tuned_by_evidence(fitted: Fitted, noise: bool = False) -> Fitted:

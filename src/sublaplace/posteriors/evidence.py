@@ -86,17 +86,18 @@ class Evidence:
         prior, log_factor = self.best_prior(noise_std), 0.0
 
         def value(log_c: float) -> float:
-            return float(self._with_factor(exp(log_c))(torch.tensor(prior, dtype=torch.float64, device="cpu"), noise))
+            at = torch.tensor(prior, dtype=torch.float64, device="cpu")
+            return float(self.with_noise_factor(exp(log_c))(at, noise))
 
         for _ in range(rounds):
             before = prior, log_factor
             log_factor = golden_section(value, log_factor - 3, log_factor + 3)
-            prior = self._with_factor(exp(log_factor)).best_prior(noise_std)
+            prior = self.with_noise_factor(exp(log_factor)).best_prior(noise_std)
             if abs(prior - before[0]) < 1e-8 * prior and abs(log_factor - before[1]) < 1e-8:
                 break
         return prior, exp(log_factor)
 
-    def _with_factor(self, c: float) -> "Evidence":
+    def with_noise_factor(self, c: float) -> "Evidence":
         """Return the evidence at c times the noise that it is asked for; its curvature is that of the noise itself."""
         return replace(
             self,

@@ -137,10 +137,6 @@ def train(
             "λ and σ are tuned between epochs, so epochs must be at least 2. Give prior_precision=…, and for "
             "regression Gaussian(σ), to train for a single one."
         )
-    read = partial(with_labels_under, labels_key)
-    data = read(checked_loader(loader, "train"))
-    seen = data if evidence_loader is None else read(checked_loader(evidence_loader, "evidence_loader"))
-    held_out = None if val_loader is None else read(checked_loader(val_loader, "val_loader"))
     _require_trainable(model)
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
@@ -148,6 +144,10 @@ def train(
     drawing = [device] if device.type == "cuda" else []
     with claimed(model), full_precision(device), torch.enable_grad(), torch.random.fork_rng(drawing):
         torch.manual_seed(seed)
+        read = partial(_checked, labels_key)
+        data = read("train", loader)
+        seen = data if evidence_loader is None else read("evidence_loader", evidence_loader)
+        held_out = None if val_loader is None else read("val_loader", val_loader)
         try:
             survey = _survey(model, seen, recipe, held_out)
             return trained(model, data, seen, survey.num_data, recipe, _spread(survey), held_out)
@@ -249,7 +249,7 @@ def trained(
     layout = ParameterLayout.of(model)
     parameters = layout.parameters(model)
     step = _Step(Network(model, _flat(recipe)))
-    result = Training(_first_prior(recipe), _first_likelihood(recipe, spread))
+    result = Training(_first_prior(recipe, spread), _first_likelihood(recipe, spread))
     optimizer = recipe.optimizer(list(parameters.values()))
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs)
     for epoch in shown(range(recipe.epochs), "training", recipe.progress):
@@ -393,9 +393,11 @@ def _first_likelihood(recipe: Recipe, spread: Noise) -> Likelihood:
     return likelihood.with_given_noise(stds)
 
 
-def _first_prior(recipe: Recipe) -> PriorPrecision:
+def _first_prior(recipe: Recipe, spread: Noise) -> PriorPrecision:
+    """Return λ until it is tuned: 1, or less where large targets may need large parameters."""
     given = recipe.options.prior_precision
-    return 1.0 if isinstance(given, str) else given
+    largest = max(spread) if isinstance(spread, tuple) else spread
+    return min(1.0, largest**-2) if isinstance(given, str) else given
 
 
 def _by_name(prior: PriorPrecision, layout: ParameterLayout) -> dict[str, float]:
@@ -403,6 +405,10 @@ def _by_name(prior: PriorPrecision, layout: ParameterLayout) -> dict[str, float]
 
 
 # The model and the data before the first step -------------------------------------------------------------------------
+
+
+def _checked(labels_key: str, name: str, loader: Any) -> Iterable[Any]:
+    return with_labels_under(labels_key, checked_loader(loader, name))
 
 
 def _flat(recipe: Recipe) -> Forward:

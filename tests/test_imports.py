@@ -32,6 +32,9 @@ LAYERS = [
     "plot",
     "sklearn",
     "botorch",
+    "after_training",
+    "lightning",
+    "transformers",
 ]
 """From the bottom upwards; each is a folder or a single module."""
 

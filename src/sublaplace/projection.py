@@ -84,11 +84,28 @@ class Basis:
 
 @dataclass(frozen=True)
 class Subset:
-    """A subset of single parameters, stored as indices into θ̂. Memory: s."""
+    """A subset of single parameters, stored as indices into θ̂. Memory: s.
+
+    Raises:
+        ValueError: if the indices are not one row of different integers in [0, p).
+    """
 
     layout: ParameterLayout
     indices: Tensor  # (s,)
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        found, p = self.indices, self.layout.num_parameters
+        if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim != 1 or not len(found):
+            what = f"{tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"The indices of a Subset must be a tensor of shape (s,) and type int64, not {what}.")
+        if int(found.min()) < 0 or int(found.max()) >= p:
+            raise ValueError(
+                f"The indices of a Subset must lie in 0 … {p - 1}, the places of the {p} parameters; they are in "
+                f"{int(found.min())} … {int(found.max())}."
+            )
+        if len(found.unique()) < len(found):
+            raise ValueError("The indices of a Subset must differ from each other.")
 
     @property
     def dim(self) -> int:

@@ -133,6 +133,10 @@ class Gaussian(Likelihood):
 
 def checked_noise(noise_std: Any) -> Noise:
     """Return σ as one number or a tuple of one for each output, or raise an error that says what is wrong."""
+    if getattr(noise_std, "ndim", 0) > 1:
+        raise ValueError(
+            f"noise_std must be one number, or one for each output in a row, but it has shape {tuple(noise_std.shape)}."
+        )
     if getattr(noise_std, "ndim", 0) or isinstance(noise_std, Sequence):
         stds = tuple(checked_positive(std, "noise_std") for std in noise_std)
         if not stds:

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv soak coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist clean distclean
+.PHONY: help venv soak coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist dist-check clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ calibration: $(VENV)/.stamp-test  ## compare calibration with other methods on m
 dist: $(VENV)/.stamp-dist  ## build the sdist and the wheel into dist/
 	rm -rf build dist src/*.egg-info  # whose list of files would outlive MANIFEST.in
 	$(BIN)/python -m build --quiet
+
+dist-check: dist  ## check what was built: metadata, contents, every Python at hand in an empty environment, every extra
+	$(BIN)/python tests/distribution.py --pythons $(PYTHONS)
 
 clean:  ## remove caches and build products
 	rm -rf build dist demo_output src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis site

@@ -21,6 +21,7 @@ from sublaplace import (
     Perturbed,
     Prediction,
     SubspaceLaplace,
+    train,
 )
 from sublaplace.ood import epistemic_variance
 
@@ -162,6 +163,16 @@ def test_weights_of_the_data_may_be_anywhere():
     expected = result(lambda value: value)
     with accelerator():
         assert equal(result(moved), expected)
+
+
+@pytest.mark.parametrize("structure", ["scalar", "layer"])
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_training_runs_on_an_accelerator(likelihood, structure):
+    def result(problem, la):
+        found = train(problem.model, problem.data, likelihood, epochs=4, prior_structure=structure)
+        return found.objective, found.evidence, found.prior_precision, problem.model(problem.new).detach()
+
+    compared("mlp", likelihood, result, **REGRESSION)
 
 
 # The accelerator itself -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from sublaplace import (
     Complement,
     Drawn,
     SubspaceLaplace,
+    train,
 )
 from sublaplace.sklearn import SubspaceLaplaceRegressor
 
@@ -191,6 +192,15 @@ def test_the_estimators_do_not_use_the_default_device():
     expected = estimator.fit(X, X[:, 0]).predict(X)
     with default_device("meta"):
         assert np.array_equal(estimator.fit(X, X[:, 0]).predict(X), expected)
+
+
+def test_training_does_not_use_the_default_device():
+    found = []
+    for device in ("cpu", "meta"):
+        problem = Problem("mlp", "regression", lambda value: value)
+        with default_device(device):
+            found.append(train(problem.model, problem.data, "regression", epochs=4, prior_structure="layer"))
+    assert found[0] == found[1]
 
 
 # CUDA -----------------------------------------------------------------------------------------------------------------

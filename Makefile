@@ -25,9 +25,10 @@ venv: $(VENV)/.stamp-test  ## create the virtual environment with everything the
 demo: $(VENV)/.stamp-demo  ## run the short demonstration
 	$(BIN)/python examples/demo.py
 
-examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn, unfamiliar inputs and active learning (several minutes)
+examples: $(VENV)/.stamp-test  ## run the examples of Hugging Face, scikit-learn, training, unfamiliar inputs and active learning (several minutes)
 	$(BIN)/python examples/huggingface_lora.py
 	$(BIN)/python examples/sklearn_comparison.py
+	$(BIN)/python examples/training_by_evidence.py
 	$(BIN)/python examples/out_of_distribution.py
 	$(BIN)/python examples/active_learning.py
 

@@ -1,5 +1,6 @@
 """The examples on tiny networks and few inputs."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import next_token
 import out_of_distribution
 import segmentation
 import sklearn_comparison
+import training_by_evidence
 
 
 def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(capsys):
@@ -35,6 +37,15 @@ def test_the_comparison_with_gaussian_processes_has_all_methods():
         )
         assert all(scores["NLL"] != plain["NLL"] for scores in posteriors)
     assert sklearn_comparison.markdown(found).count("\n| di") == 10
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_example_of_training_compares_every_way():
+    lines = training_by_evidence.table(seeds=2, epochs=2).splitlines()
+    assert len(lines) == 2 + 2 * 4
+    assert all(len(re.findall(r"\d\.\d{3} ± \d\.\d{3}", line)) == 2 for line in lines[2:])
+    plain, posterior = training_by_evidence.held_out("diabetes", "evidence", seed=0, epochs=20)
+    assert plain < 1.3 and posterior < 1.3  # 1.42 without a network
 
 
 def test_the_example_of_unfamiliar_images_scores_and_draws(tmp_path):

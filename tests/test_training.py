@@ -113,6 +113,13 @@ def test_the_evidence_chooses_prior_and_noise():
     assert float(la.log_marginal_likelihood()) == pytest.approx(result.evidence[-1], rel=1e-3)
 
 
+def test_the_noise_is_tuned_under_given_priors_of_the_parameters():
+    x, y = linear_data(n=200)
+    result = train(linear(), [(x, y)], "regression", epochs=100, optimizer=SGD, prior_precision={"weight": 2.0})
+    assert result.prior_precision == {"weight": 2.0}
+    assert result.noise_std == pytest.approx(0.3, rel=0.15)
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_the_noise_follows_the_unit_of_the_targets(factor):
     x, y = linear_data(n=100)
@@ -327,6 +334,24 @@ def test_bad_input_is_named_and_changes_nothing(options, message):
         train(model, **{"loader": [DATA], "likelihood": "classification", "epochs": 4, **options})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.training and not model[1].training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_an_interrupt_leaves_the_network_as_trained_so_far():
+    class Interrupted(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            if self.passes == 6:
+                raise KeyboardInterrupt
+            return super().__iter__()
+
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        train(model, Interrupted([DATA]), "classification", epochs=50, prior_precision=1.0)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 

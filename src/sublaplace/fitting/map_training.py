@@ -100,6 +100,7 @@ def train(
     fails, the model is as before; an interrupt leaves it as it is then.
 
     Cost: `epochs` passes over the data, one forward pass before, and at most ten fits of KFAC if λ or σ is tuned.
+    Memory: a copy of the model, besides gradients, the optimizer's state and KFAC.
 
     Args:
         model: any module that `SubspaceLaplace` accepts; parameters with ``requires_grad=True`` are trained.

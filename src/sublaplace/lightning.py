@@ -75,9 +75,10 @@ class SubspaceLaplaceCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit the posterior, tune it and log its scores."""
+        train_loader: Any = trainer.train_dataloader if self._train_loader is None else self._train_loader
         self._after.fit(
             self._network_of(pl_module),
-            trainer.train_dataloader if self._train_loader is None else self._train_loader,
+            train_loader,
             _first(trainer.val_dataloaders) if self._val_loader is None else self._val_loader,
             self._test_loader,
             "Give trainer.fit(…, val_dataloaders=…), or the callback a val_loader.",

@@ -201,8 +201,9 @@ class _Traces:
 def trace_ratios(jacobians: Iterable[Jacobian]) -> dict[str, float]:
     """Return the trace of each weight's Kronecker-factored block over the trace of its exact block, on these inputs.
 
-    The ratio may be far from 1 if positions are dependent, as in convolutions. Weights with zero gradients are left
-    out. Cost: the dense rows of all weights, chunk by chunk.
+    The ratio may be far from 1 if positions are dependent, as in convolutions. Weights whose gradients are zero, up to
+    rounding, are left out: the bias of keys in an attention layer is one. Cost: the dense rows of all weights, chunk by
+    chunk.
     """
     sums: dict[str, _Traces] = {}
     for jacobian in jacobians:
@@ -210,8 +211,6 @@ def trace_ratios(jacobians: Iterable[Jacobian]) -> dict[str, float]:
             if isinstance(block, OuterBlock | EmbeddingBlock):
                 traces = _Traces.of(block, jacobian.present)
                 sums[name] = sums[name] + traces if name in sums else traces
-    return {
-        name: float((traces.inputs * traces.gradients).sum()) / traces.terms / traces.exact
-        for name, traces in sums.items()
-        if traces.exact > 0
-    }
+    approximate = {name: float((t.inputs * t.gradients).sum()) / t.terms for name, t in sums.items()}
+    rounding = {name: torch.finfo(t.gradients.dtype).eps * approximate[name] for name, t in sums.items()}
+    return {name: approximate[name] / t.exact for name, t in sums.items() if t.exact > rounding[name]}

@@ -37,6 +37,7 @@ from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.widening import in_float32
 from sublaplace.model.attributes import as_texts, settings_of
 from sublaplace.model.fingerprint import Fingerprint, described_modules
 from sublaplace.model.output_layout import FlatOutputs
@@ -114,6 +115,7 @@ def new_linearization(
     working = in_working_precision(model)
     device = next(working.parameters()).device
     policy = ChunkPolicy(budget or default_budget(device), options.num_vectors)
+    forward = in_float32(working, forward)
     if options.likelihood.takes_positions:
         forward = FlatOutputs(forward, options.likelihood.class_dim)
     return Linearization(working, forward, policy, options.resources.scratch_folder, units)

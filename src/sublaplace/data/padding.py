@@ -10,7 +10,7 @@ def present_positions(inputs: Any) -> Tensor | None:
     """Return which positions of each input are data rather than padding, (n, T); None if all are, as far as is known.
 
     Tokenizers put a mask of ones and zeros under "attention_mask": (n, T), or (n, choices, T) for multiple choice,
-    whose positions are those of all choices. Positions of an encoder and of a decoder may be equally many, and cannot be
+    whose positions are those of all choices. Those of an encoder and of a decoder may be equally many, and cannot be
     told apart: all of them count.
     """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from sublaplace.model.linalg import Vectors
 from sublaplace.runtime.warning import warn
 
-
 HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 
 

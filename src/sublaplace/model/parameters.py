@@ -44,7 +44,16 @@ class ParameterLayout:
                 )
         devices = sorted({str(p.device) for _, p in named})
         if len(devices) > 1:
-            raise ValueError(f"The parameters are on several devices ({', '.join(devices)}); move them to one.")
+            raise ValueError(
+                f"The parameters are on several devices ({', '.join(devices)}); move them to one, or load the model "
+                "onto one, as with device_map={'': 0}."
+            )
+        for name, p in model.named_parameters():
+            if p.is_meta:
+                raise ValueError(
+                    f"Parameter '{name}' has no values: it was offloaded, or it is on the meta device. Load the whole "
+                    "model onto one device."
+                )
         # Half-precision ones are used in float32, so they may stand beside float32 ones.
         if len({torch.float32 if p.dtype in HALF_PRECISIONS else p.dtype for _, p in named}) > 1:
             dtypes = sorted({str(p.dtype) for _, p in named})

@@ -30,7 +30,7 @@ def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(caps
     tokenizer = huggingface_lora.tokenizer_of(pool[0], size=60)
     lengths = {len(each["input_ids"]) for each in huggingface_lora.examples(tokenizer, pool)}
     assert len(lengths) > 5  # every text has its own length
-    base = huggingface_lora.base_model(tokenizer, pool[0], test, width=16, epochs=(1, 1))
+    base = huggingface_lora.base_model(tokenizer, test, width=16, epochs=1)
     run = huggingface_lora.compared(base, tokenizer, pool, test, seed=0, epochs=2)
     # Adapters of query and value (16 → 16) in two layers, and a head of 2 · 17.
     count = 2 * 2 * huggingface_lora.RANK * (16 + 16) + 2 * 17

@@ -31,9 +31,9 @@ def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(caps
     lengths = {len(each["input_ids"]) for each in huggingface_lora.examples(tokenizer, pool)}
     assert len(lengths) > 5  # every text has its own length
     base = huggingface_lora.base_model(tokenizer, test, width=16, epochs=1)
-    run = huggingface_lora.compared(base, tokenizer, pool, test, seed=0, epochs=2)
-    # Adapters of query and value (16 → 16) in two layers, and a head of 2 · 17.
-    count = 2 * 2 * huggingface_lora.RANK * (16 + 16) + 2 * 17
+    run = huggingface_lora.compared(base, tokenizer, pool, test, seed=0, epochs=2, learning_rate=1e-3)
+    # Adapters of four maps 16 → 16, of 16 → 64 and 64 → 16 in two layers, of the pooler, and a head of 2 · 17.
+    count = huggingface_lora.RANK * (2 * (4 * 32 + 2 * 80) + 32) + 2 * 17
     assert f"{count:,} parameters" in capsys.readouterr().out
     assert len({scores["NLL"] for scores in run.values()}) == 3
     assert huggingface_lora.table([run, run]).count("± 0.000") == 3 * 4

@@ -6,7 +6,7 @@ from test_huggingface import bert, gpt2, lora_bert, lora_gpt2, made, padded
 from test_laplace import PRIOR, close
 from torch import nn
 
-from sublaplace import Categorical, Complement, Drawn, Perturbed, Resources, SubspaceLaplace
+from sublaplace import Categorical, Complement, Drawn, Linearization, Perturbed, Resources, SubspaceLaplace
 from sublaplace.data.batches import Batch, Ragged, by_form, join, num_inputs, parts_of, select
 from sublaplace.data.padding import present_positions
 from sublaplace.jacobians.blocks import EmbeddingBlock, OuterBlock
@@ -121,6 +121,19 @@ def test_pictures_of_different_sizes_need_no_common_one():
     assert la([x for x, _ in loader]).shape == (54, 2)
     with pytest.raises(ValueError, match=r"Perturbed\(…\) needs inputs of one shape"):
         SubspaceLaplace(model, "classification", 4, subspace_inputs=Perturbed(0.1)).fit(loader)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [bert, lora_gpt2])
+def test_no_gradient_reaches_a_padded_position(build, attention):
+    model, new = made(build), without_labels(sentences(6, 8, seed=5))
+    model.set_attn_implementation(attention)
+    absent = new["attention_mask"] == 0
+    blocks = Linearization(model).jacobian(new).blocks.values()
+    gradients = [block.gradients for block in blocks if isinstance(block, OuterBlock) and block.positions == 8]
+    assert absent.any() and len(gradients) > 3
+    for each in gradients:  # (n, K, G, O, T)
+        assert each.any() and not each.movedim(4, 1)[absent].any()
 
 
 # Outputs at every position --------------------------------------------------------------------------------------------

@@ -86,6 +86,9 @@ def tokenizer_of(texts: Sequence[str], size: int = VOCABULARY) -> PreTrainedToke
     pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = list(SPECIAL.values())
     pieces.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=size, special_tokens=special))
+    # The training numbers pieces differently every time.
+    order = special + sorted(set(pieces.get_vocab()) - set(special))
+    pieces.model = models.WordPiece({piece: number for number, piece in enumerate(order)}, unk_token="[UNK]")
     pieces.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(name, pieces.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     )

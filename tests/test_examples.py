@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -19,12 +20,32 @@ import sklearn_comparison
 import training_by_evidence
 
 
-def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(capsys):
-    run = huggingface_lora.compared(seed=0, num_base=20, num_train=40, num_test=30, epochs=1)
-    # Rank 4 adapters of query and value (32 → 32) in two layers, and a head of 3 · 33.
-    assert f"{2 * 2 * 4 * (32 + 32) + 3 * 33:,} of" in capsys.readouterr().out
-    assert run["plain network"]["NLL"] != run["subspace Laplace"]["NLL"]
-    assert huggingface_lora.table([run, run]).count("± 0.000") == 2 * 4
+def test_the_huggingface_example_scores_the_plain_network_and_the_posterior(capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_lora, "NUM_TRAIN", 40)
+    monkeypatch.setattr(huggingface_lora, "NUM_VALIDATION", 20)
+    words = ["a", "truly", "good", "bad", "film", "dull", "play", "and", "moving", "story", "cast", "the"]
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(words, generator.integers(3, 12))) for _ in range(150)]
+    data = (texts, [int("good" in text) for text in texts])
+    test, pool = huggingface_lora.split(data, 50, seed=0)
+    assert len(test[0]) == 50 and len(pool[0]) == 100 and not set(test[0]) & set(pool[0])
+    tokenizer = huggingface_lora.tokenizer_of(pool[0], size=60)
+    lengths = {len(each["input_ids"]) for each in huggingface_lora.examples(tokenizer, pool)}
+    assert len(lengths) > 5  # every text has its own length
+    base = huggingface_lora.base_model(tokenizer, test, width=16, epochs=1)
+    run = huggingface_lora.compared(base, tokenizer, pool, test, seed=0, epochs=2, learning_rate=1e-3)
+    # Adapters of four maps 16 → 16, of 16 → 64 and 64 → 16 in two layers, of the pooler, and a head of 2 · 17.
+    count = huggingface_lora.RANK * (2 * (4 * 32 + 2 * 80) + 32) + 2 * 17
+    assert f"{count:,} parameters" in capsys.readouterr().out
+    assert len({scores["NLL"] for scores in run.values()}) == 3
+    assert huggingface_lora.table([run, run]).count("± 0.000") == 3 * 4
+
+
+def test_the_huggingface_example_finds_the_best_temperature():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, 2, generator=generator)
+    labels = torch.multinomial((logits / 2).softmax(1), 1, generator=generator).squeeze(1)
+    assert huggingface_lora.temperature(logits, labels) == pytest.approx(2, rel=0.1)
 
 
 def test_the_comparison_with_gaussian_processes_has_all_methods():

@@ -1,5 +1,7 @@
 """Small Hugging Face models made from a configuration: dict inputs, attention masks, `.logits`, LoRA adapters."""
 
+import copy
+
 import pytest
 import torch
 from dense_reference import dense_jacobian, dense_outputs
@@ -106,8 +108,7 @@ def test_only_the_adapters_count(build, count):
 def test_padding_changes_nothing_as_long_as_the_mask_says_so(build):
     model = made(build)
     inputs, new = batch(6), batch(3, seed=1)
-    # KFAC's factors average over padded positions as well, so its subspace is another one; the diagonal GGN's is not.
-    la, longer = (fitted(model, given, projector="lowrank-diagonal") for given in (inputs, padded(inputs, 9)))
+    la, longer = (fitted(model, given) for given in (inputs, padded(inputs, 9)))
     expected = la.functional_covariance(new)
     assert close(longer.functional_covariance(padded(new, 8)), expected, 1e-8)
     assert close(longer(padded(new, 8)), la(new), 1e-10)
@@ -177,3 +178,163 @@ def test_a_classification_head_trained_beside_the_adapters_counts_as_well():
     )
     assert close(la.functional_covariance(inputs, joint=True), expected, 1e-8)
     assert close(la.predict(inputs).mean, dense_outputs(model, inputs), 1e-12)
+
+
+# As they are used -----------------------------------------------------------------------------------------------------
+
+
+def trainer_of(model, texts: int = 40):
+    """A trainer with texts of different lengths, and a tokenizer whose collator pads them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("accelerate")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(k): k for k in range(20)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0")
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {"input_ids": torch.randint(1, 20, (2 + k % 7,), generator=generator).tolist(), "labels": k % 3}
+        for k in range(texts)
+    ]
+    arguments = transformers.TrainingArguments(
+        output_dir="unused",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        num_train_epochs=1,
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        remove_unused_columns=False,
+    )
+    return transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data[: texts // 2],
+        eval_dataset=data[texts // 2 :],
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*λ")
+def test_the_loaders_of_a_trainer_serve_a_fit(tmp_path):
+    trainer = trainer_of(made(lora_bert).float())
+    trainer.train()
+    loader, held_out = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    assert len({batch["input_ids"].shape[1] for batch in held_out}) > 1
+    orders = [[each["labels"].tolist() for each in loader] for _ in range(2)]
+    assert orders[0] != orders[1]  # it shuffles
+    la = SubspaceLaplace(trainer.model, "classification", 4).fit(loader, held_out)
+    assert la.evaluate(held_out).num_inputs == 20
+    one_by_one = torch.cat([la(each) for each in held_out])  # batches of a type of their own, with labels
+    assert torch.allclose(la(held_out), one_by_one, atol=1e-6)
+    with pytest.raises(ValueError, match="same batches in the same order"):
+        la.fit(loader, checkpoint=tmp_path / "fit")
+
+
+def halved(model, chosen):
+    """A copy in which the parameters that `chosen` names have half precision."""
+    result = copy.deepcopy(model).float()
+    for name, parameter in result.named_parameters():
+        if chosen(name, parameter):
+            parameter.data = parameter.data.half()
+    return result
+
+
+def test_a_frozen_base_in_half_precision_computes_in_float32(recwarn):
+    model = halved(made(lora_bert), lambda name, parameter: not parameter.requires_grad)
+    inputs, new = batch(6), batch(3, seed=1)
+    la, expected = fitted(model, inputs), fitted(copy.deepcopy(model).float(), inputs)
+    assert close(la.functional_variance(new), expected.functional_variance(new).double(), 1e-5)
+    assert close(la(new), expected(new).double(), 1e-6) and la(new).dtype == torch.float32
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    assert dtypes == {torch.float16, torch.float32} and not recwarn.list  # nothing is copied
+
+
+def test_adapters_of_different_precision_count_in_float32():
+    model = halved(made(lora_bert), lambda name, parameter: not parameter.requires_grad or "lora_A" in name)
+    inputs, new = batch(6), batch(3, seed=1)
+    with pytest.warns(UserWarning, match=r"torch.float16 parameters.*float32 copy"):
+        la = fitted(model, inputs)
+    assert close(la(new), fitted(copy.deepcopy(model).float(), inputs)(new).double(), 1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = made(lora_bert)
+    inputs, new = batch(6), batch(3, seed=1)
+    expected = fitted(model, inputs)
+    other = copy.deepcopy(model).train()
+    other.gradient_checkpointing_enable()
+    other.enable_input_require_grads()
+    assert close(fitted(other, inputs).functional_covariance(new), expected.functional_covariance(new), 1e-10)
+    assert other.training
+
+
+def test_multiple_choice_has_an_output_per_choice_and_padding_changes_nothing():
+    model = made(lambda: transformers.BertForMultipleChoice(bert().config))
+    choices = [{key: part[k : k + 4] for key, part in batch(24).items()} for k in range(0, 24, 4)]
+    inputs = {key: torch.stack([each[key] for each in choices]) for key in choices[0]}  # (6, 4, 6)
+    longer = {key: torch.nn.functional.pad(value, (0, 3)) for key, value in inputs.items()}
+    assert close(Linearization(model).jacobian(inputs).dense_rows(), dense_jacobian(model, inputs), 1e-10)
+    la, other = fitted(model, inputs), fitted(model, longer)
+    assert la(inputs).shape == (6, 4)
+    assert close(other.functional_covariance(longer), la.functional_covariance(inputs), 1e-8)
+
+
+class Int8Linear(torch.nn.Module):
+    """A frozen linear layer whose weight is held in eight bits, and in full precision during a call only."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        scales = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scales", scales)
+        self.register_buffer("levels", (layer.weight.detach() / scales).round().to(torch.int8))
+        self.bias = layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.levels.to(x.dtype) * self.scales, self.bias)
+
+
+def frozen_linear_layers(model):
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear and not any(p.requires_grad for p in child.parameters()):
+                yield module, name, child
+
+
+def test_a_base_with_weights_in_eight_bits_is_differentiated_through():
+    model = made(lora_bert)
+    for module, name, layer in frozen_linear_layers(model):
+        setattr(module, name, Int8Linear(layer))
+    inputs, new = batch(6), batch(3, seed=1)
+    la = fitted(model, inputs)
+    covariance = subspace_covariance(
+        dense_jacobian(model, new), la.projection_matrix(), precision_matrix(model, inputs)
+    )
+    assert close(la.functional_covariance(new, joint=True), covariance, 1e-8)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch announces the end of its own quantisation
+def test_dynamic_quantisation_is_refused_since_inputs_share_a_scale():
+    model = made(lora_bert).float()
+    layers = {id(layer) for _, _, layer in frozen_linear_layers(model)}
+    named = {
+        name: torch.ao.quantization.default_dynamic_qconfig for name, m in model.named_modules() if id(m) in layers
+    }
+    quantised = torch.ao.quantization.quantize_dynamic(model, named, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="dynamic quantisation"):
+        SubspaceLaplace.paper(quantised, "classification", 5).fit([batch(6) | {"labels": torch.arange(6) % 3}])
+
+
+def test_adapters_on_several_devices_are_refused_with_a_remedy():
+    model = made(lora_bert)
+    first = next(module for name, module in model.named_modules() if name.endswith("lora_A.default"))
+    first.to("meta")
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\).*device_map"):
+        SubspaceLaplace(model, "classification", 5)
+
+
+def test_offloaded_weights_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(made(lora_bert), execution_device="cpu")
+    with pytest.raises(ValueError, match="offloaded"):
+        SubspaceLaplace(model, "classification", 5)

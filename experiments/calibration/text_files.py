@@ -21,11 +21,17 @@ SOURCE = (
     f"Gilbert 2014), from the source archive of {ARCHIVE.requirement} (MIT licence, "
     f"SHA-256 {ARCHIVE.file.sha256[:16]}…)"
 )
+COLLECTIONS = {
+    "movie": "movieReviewSnippets",
+    "amazon": "amazonReviewSnippets",
+    "tweets": "tweets",
+    "editorials": "nytEditorialSnippets",
+}
 _INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 
 
 def rated_snippets(collection: str = "movie") -> tuple[list[str], list[int]]:
-    """Read the snippets of film ("movie") or product ("amazon") reviews.
+    """Read the rated snippets of one of `COLLECTIONS`: film or product reviews, tweets or editorials.
 
     Gives the texts, and 1 for those whose mean rating is above 0. Snippets whose mean rating is exactly 0 are left out.
     The archive is downloaded with pip if it is missing.
@@ -34,7 +40,7 @@ def rated_snippets(collection: str = "movie") -> tuple[list[str], list[int]]:
         tarfile.open(fileobj=io.BytesIO(archive(ARCHIVE))) as outer,
         tarfile.open(fileobj=_member(outer, _INNER)) as inner,
     ):
-        name = f"hutto_ICWSM_2014/{collection}ReviewSnippets_GroundTruth.txt"
+        name = f"hutto_ICWSM_2014/{COLLECTIONS[collection]}_GroundTruth.txt"
         return parsed(_member(inner, name).read().decode("utf-8"))
 
 

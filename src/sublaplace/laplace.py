@@ -42,7 +42,7 @@ from sublaplace.options import Captured, Complement, Resources
 from sublaplace.posteriors.certificate import Bounds, Certificate
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.predicting import samples
-from sublaplace.predicting.arrangement import arranged, jointly_arranged
+from sublaplace.predicting.arrangement import arranged, jointly_arranged, require_one_layout
 from sublaplace.predicting.predictor import Predictor
 from sublaplace.projectors.registry import Builder, Projector
 from sublaplace.runtime import files
@@ -473,6 +473,7 @@ class SubspaceLaplace:
         checked_positive(tolerance, "tolerance")
         data = self._training_data(train_loader, "Full covariances")
         inputs = linearization.to_device(joined_inputs(with_labels_under(self._labels_key, x), "x"))
+        require_one_layout(linearization.output_layouts(inputs))
         full = update.full_covariance_of(
             fitted.posterior,
             fitted.survey,

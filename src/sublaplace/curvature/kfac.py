@@ -69,22 +69,22 @@ class _LayerSums:
         if name not in self.kronecker:
             _require_room(name, block)
         if self.reduce and isinstance(block, OuterBlock):
-            block = block.reduced()
+            block = block.reduced(jacobian.present)
         # A weight and its bias share their gradients, so the second moment of the gradients is computed once.
         key = block.gradient_key
         if key not in moments or self.reduce:
             moments[key] = block.gradient_squares() if _is_wide(block) else block.gradient_moment()
-        weights = jacobian.weights
+        counted = jacobian.weights, jacobian.present
         if name not in self.kronecker:
             transposed = True if isinstance(block, EmbeddingBlock) else block.transposed
-            inputs, gradients = block.input_moment(weights).double(), moments[key].double().clone()
-            self.kronecker[name] = _KroneckerSums(inputs, gradients, block.num_terms(weights), transposed)
+            inputs, gradients = block.input_moment(*counted).double(), moments[key].double().clone()
+            self.kronecker[name] = _KroneckerSums(inputs, gradients, block.num_terms(*counted), transposed)
             return
         held = self.kronecker[name]
         held.gradients += moments[key]
         if not jacobian.repeats_inputs:
-            held.inputs += block.input_moment(weights)
-            held.positions += block.num_terms(weights)
+            held.inputs += block.input_moment(*counted)
+            held.positions += block.num_terms(*counted)
 
     def _add_dense(self, name: str, block: Block) -> None:
         if block.size <= DENSE_LIMIT:
@@ -136,10 +136,11 @@ def kronecker_ggn(stream: CurvatureStream, prior_precision: float, reduce: bool 
 
     All K columns of the output Hessian's root are used, or the stream's m sampled directions per input, which have the
     same second moment: the gradients' factors are then right in the mean. Weight and bias have separate factors. The
-    positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). Of a layer with more than
-    4,096 outputs, such as a language model's last one, the diagonal of Σ g gᵀ is used. A parameter without
-    Kronecker factors gets its exact dense block, or its diagonal if it has more than 1,000 entries. The approximation
-    is exact for a linear layer with T = 1 and a single input or constant g.
+    positions t of a layer, over all of its calls, are treated as independent (KFAC-expand). Padded positions do not
+    count (see `present_positions`). Of a layer with more than 4,096 outputs, such as a language model's last one, the
+    diagonal of Σ g gᵀ is used. A parameter without Kronecker factors gets its exact dense block, or its diagonal if it
+    has more than 1,000 entries. The approximation is exact for a linear layer with T = 1 and a single input or constant
+    g.
 
     Cost: K backward passes per input, and T·I² + K·T·O² multiplications per layer and input; memory Σ (I² + O²). If
     the network ends in a linear layer of F features, min(K, F) directions are enough, and all of them count.
@@ -182,11 +183,11 @@ class _Traces:
     exact: float
 
     @classmethod
-    def of(cls, block: OuterBlock | EmbeddingBlock) -> "_Traces":
-        moment = block.input_moment()
+    def of(cls, block: OuterBlock | EmbeddingBlock, present: Tensor | None) -> "_Traces":
+        moment = block.input_moment(None, present)
         inputs = moment.sum(-1) if moment.ndim == 2 else moment.diagonal(dim1=1, dim2=2).sum(-1)
         gradients = block.gradient_squares().sum(-1)
-        return cls(inputs, gradients, block.num_terms(), float(block.rows().square().sum()))
+        return cls(inputs, gradients, block.num_terms(None, present), float(block.rows().square().sum()))
 
     def __add__(self, other: "_Traces") -> "_Traces":
         return _Traces(
@@ -200,17 +201,16 @@ class _Traces:
 def trace_ratios(jacobians: Iterable[Jacobian]) -> dict[str, float]:
     """Return the trace of each weight's Kronecker-factored block over the trace of its exact block, on these inputs.
 
-    The ratio may be far from 1 if positions are dependent, as in convolutions. Weights with zero gradients are left
-    out. Cost: the dense rows of all weights, chunk by chunk.
+    The ratio may be far from 1 if positions are dependent, as in convolutions. Weights whose gradients are zero, up to
+    rounding, are left out: the bias of keys in an attention layer is one. Cost: the dense rows of all weights, chunk by
+    chunk.
     """
     sums: dict[str, _Traces] = {}
     for jacobian in jacobians:
         for name, block in jacobian.blocks.items():
             if isinstance(block, OuterBlock | EmbeddingBlock):
-                traces = _Traces.of(block)
+                traces = _Traces.of(block, jacobian.present)
                 sums[name] = sums[name] + traces if name in sums else traces
-    return {
-        name: float((traces.inputs * traces.gradients).sum()) / traces.terms / traces.exact
-        for name, traces in sums.items()
-        if traces.exact > 0
-    }
+    approximate = {name: float((t.inputs * t.gradients).sum()) / t.terms for name, t in sums.items()}
+    rounding = {name: torch.finfo(t.gradients.dtype).eps * approximate[name] for name, t in sums.items()}
+    return {name: approximate[name] / t.exact for name, t in sums.items() if t.exact > rounding[name]}

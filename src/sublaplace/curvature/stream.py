@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sublaplace.curvature.directions import FeatureRoots, Roots, SampledRoots
 from sublaplace.curvature.operators import DENSE_OUTPUTS
-from sublaplace.data.batches import Batch, batches_at_places, join, num_inputs, select
+from sublaplace.data.batches import Batch, batches_at_places, form, join, num_inputs, select
 from sublaplace.data.loaders import one_shot, other_data
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
@@ -360,7 +360,7 @@ def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:
     held: list[_Portion] = []
     for portion in portions:
         full = sum(num_inputs(p.inputs) for p in held) + num_inputs(portion.inputs) > _BUFFER
-        if held and (full or not _same_form(held[0].inputs, portion.inputs)):
+        if held and (full or form(held[0].inputs) != form(portion.inputs)):
             yield _joined(held)
             held = []
         held.append(portion)
@@ -376,16 +376,3 @@ def _joined(portions: list[_Portion]) -> _Portion:
         weights = torch.cat([o if p.weights is None else p.weights for o, p in zip(once, portions, strict=True)])
     places = torch.cat([portion.places for portion in portions])
     return _Portion(join([portion.inputs for portion in portions]), weights, places, len(portions))
-
-
-def _same_form(one: Any, other: Any) -> bool:
-    def form(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return tuple(value.shape[1:]), value.dtype
-        if isinstance(value, dict):
-            return {key: form(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [form(item) for item in value]
-        return None
-
-    return bool(form(one) == form(other))

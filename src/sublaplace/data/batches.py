@@ -1,6 +1,8 @@
 """Batches in the forms that users have them: split, checked, joined and indexed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -125,25 +127,56 @@ def _is_pair_or_weighted(batch: Any) -> bool:
     return len(batch) == 2 or (isinstance(batch[2], Tensor) and batch[2].ndim == 1 and batch[2].is_floating_point())
 
 
-def join(batches: list[Any]) -> Any:
-    """Concatenate batches of inputs, which may differ only in their length.
+class Ragged(NamedTuple):
+    """Inputs, or batches of training data, of different shapes: parts of one shape each, in order.
 
-    Raises:
-        ValueError: if the batches have different shapes.
+    Data collators pad every batch to its own longest sequence, so inputs of several batches have no common shape.
     """
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *batches)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            "Inputs of different shapes cannot be concatenated into one batch; pad them to one shape, or pass "
-            "subspace_inputs."
-        ) from error
+
+    parts: tuple[Any, ...]
+
+
+def parts_of(inputs: Any) -> tuple[Any, ...]:
+    """Return the parts of one shape each, in order; of inputs that are not ragged, all of them."""
+    return inputs.parts if isinstance(inputs, Ragged) else (inputs,)
+
+
+def join(batches: list[Any]) -> Any:
+    """Concatenate batches of inputs, or of training data; those of different shapes become `Ragged`."""
+    parts = [plain(part) for batch in batches for part in parts_of(batch)]
+    joined = tuple(_concatenated(list(run)) for _, run in groupby(parts, form))
+    return joined[0] if len(joined) == 1 else Ragged(joined)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+
+
+def by_form(inputs: Any) -> Any:
+    """Return the inputs in another order, in which those of one shape stand next to each other."""
+    groups: dict[Hashable, list[Any]] = {}
+    for part in parts_of(inputs):
+        groups.setdefault(form(part), []).append(part)
+    return join([part for group in groups.values() for part in group])
+
+
+def form(inputs: Any) -> Hashable:
+    """Return the structure of a batch, and the shape and type of its tensors without the batch dimension."""
+    if isinstance(inputs, Tensor):
+        return tuple(inputs.shape[1:]), inputs.dtype
+    if isinstance(inputs, Mapping):
+        return tuple((key, form(inputs[key])) for key in sorted(inputs, key=str))
+    if isinstance(inputs, tuple | list):
+        return tuple(form(item) for item in inputs)
+    return None
 
 
 def num_inputs(inputs: Any) -> int:
     """Return the batch size, which is the length of the first tensor."""
+    if isinstance(inputs, Ragged):
+        return sum(map(num_inputs, inputs.parts))
     tensors = [leaf for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         raise ValueError("A batch of inputs must hold at least one tensor with the batch as its first dimension.")
@@ -153,10 +186,20 @@ def num_inputs(inputs: Any) -> int:
 def select(inputs: Any, indices: Any) -> Any:
     """Return the inputs at `indices`, for a tensor or any nesting of tensors."""
     n = num_inputs(inputs)
+    if isinstance(inputs, Ragged):
+        places = torch.arange(n, device="cpu")[indices.cpu() if isinstance(indices, Tensor) else indices]
+        return join(list(_at_places(inputs, places.tolist())) or [select(inputs.parts[0], slice(0, 0))])
     return tree_map(
         lambda leaf: leaf[indices] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n else leaf,
         plain(inputs),
     )
+
+
+def _at_places(inputs: Ragged, places: list[int]) -> Iterator[Any]:
+    """Yield the inputs at `places`, as many at once as follow one another from the same part."""
+    starts = [0, *accumulate(map(num_inputs, inputs.parts))]
+    for number, run in groupby(places, lambda place: bisect(starts, place) - 1):
+        yield select(inputs.parts[number], torch.tensor([place - starts[number] for place in run], device="cpu"))
 
 
 def plain(inputs: Any) -> Any:

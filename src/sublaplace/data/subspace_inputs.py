@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from sublaplace.data.batches import Batch, batches, input_batches, join, num_inputs, select
+from sublaplace.data.batches import (
+    Batch,
+    Ragged,
+    batches,
+    input_batches,
+    join,
+    num_inputs,
+    parts_of,
+    select,
+)
 
 
 @dataclass(frozen=True)
@@ -68,11 +77,16 @@ SubspaceInputs = Drawn | Perturbed | Given
 
 
 def joined_inputs(x: Any, what: str) -> Any:
-    """Return all inputs of a tensor, mapping or loader as one batch."""
-    parts = list(input_batches(x))
-    if not any(num_inputs(inputs) for inputs in parts):
+    """Return all inputs of a tensor, mapping or loader as one batch, which is `Ragged` if their shapes differ."""
+    parts = [inputs for inputs in input_batches(x) if num_inputs(inputs)]
+    if not parts:
         raise ValueError(f"There are no inputs: {what} is empty.")
     return join(parts)
+
+
+def inputs_of(drawn: Batch | Ragged) -> Any:
+    """Return the inputs of training data without their targets and weights."""
+    return join([part.inputs for part in parts_of(drawn)])
 
 
 def perturbed(inputs: Any, scale: float, seed: int) -> Any:
@@ -81,6 +95,10 @@ def perturbed(inputs: Any, scale: float, seed: int) -> Any:
     x′ and x″ are drawn from the inputs, so the noise has their covariance: features that vary together in the data are
     moved together, and inputs stay in the affine space that the data span.
     """
+    if isinstance(inputs, Ragged):
+        raise ValueError(
+            "subspace_inputs=Perturbed(…) needs inputs of one shape; those of the loader's batches differ."
+        )
     generator, n = torch.Generator().manual_seed(seed), num_inputs(inputs)
     first, second = (torch.randint(n, (n,), generator=generator, device="cpu") for _ in range(2))
     if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_flatten(inputs)[0]):
@@ -106,7 +124,7 @@ def split(inputs: Any) -> tuple[Any, Any]:
     return select(inputs, slice(0, kept)), select(inputs, slice(kept, n))
 
 
-def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
+def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch | Ragged:
     """Return the inputs at these places of the stream, in the order given, with their targets and weights."""
     found: dict[int, Batch] = {}
     wanted, start = set(positions), 0
@@ -117,8 +135,8 @@ def batch_at(loader: Iterable[Any], positions: list[int]) -> Batch:
             weight = torch.ones(1, device="cpu") if batch.weights is None else batch.weights[one].cpu()
             found[position] = Batch(select(batch.inputs, one), batch.targets[one], weight)
         start = stop
-    inputs, targets, weights = zip(*(found[position] for position in positions), strict=True)
-    return Batch(join(list(inputs)), torch.cat(targets), torch.cat(weights))
+    joined: Batch | Ragged = join([found[position] for position in positions])
+    return joined
 
 
 class Reservoir:
@@ -133,8 +151,7 @@ class Reservoir:
         self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
         self._positions = torch.empty(0, dtype=torch.long, device="cpu")
         self._seen = 0
-        self._drawn: tuple[Any, Tensor, Tensor] | None = None  # inputs, targets, weights
-        self._counts = torch.empty(0, device="cpu")
+        self._drawn: Batch | Ragged | None = None  # in the order of the stream
 
     def add(self, batch: Batch, position: int, counts: Tensor | None = None) -> None:
         """Draw from more inputs, which stand at `position` of the stream.
@@ -147,62 +164,46 @@ class Reservoir:
         self._seen = position
         keys = torch.rand(n, generator=self._generator, dtype=torch.float64, device="cpu")
         candidates = keys < (self._keys.max() if len(self._keys) == self._size else torch.inf)
-        if counts is None:
-            counts = torch.ones(n, 1, device="cpu")
-        counts = counts.detach().cpu()
-        candidates &= counts.amax(1) > 0
+        if counts is not None:
+            candidates &= counts.detach().cpu().amax(1) > 0
         chosen = torch.nonzero(candidates).squeeze(1)
         positions = self._seen + chosen
         self._seen += n
         if not len(chosen):
             return
         weights = torch.ones(n, device="cpu") if batch.weights is None else batch.weights.cpu()
-        drawn: tuple[Any, ...] = tuple(select(part, chosen) for part in (batch.inputs, batch.targets, weights))
-        keys, counts = torch.cat([self._keys, keys[chosen]]), counts[chosen]
-        if self._drawn is not None:
-            drawn = tuple(join([held, new]) for held, new in zip(self._drawn, drawn, strict=True))
-            counts = _below([self._counts, counts])
-        best = torch.argsort(keys)[: self._size]
-        self._keys, self._drawn, self._counts = keys[best], _selected(drawn, best), counts[best]
-        self._positions = torch.cat([self._positions, positions])[best]
+        new = select(batch._replace(weights=weights), chosen)
+        self._keep(
+            torch.cat([self._keys, keys[chosen]]),
+            torch.cat([self._positions, positions]),
+            new if self._drawn is None else join([self._drawn, new]),
+        )
+
+    def _keep(self, keys: Tensor, positions: Tensor, drawn: Batch | Ragged) -> None:
+        """Keep the inputs with the smallest keys."""
+        best = torch.argsort(keys)[: self._size].sort().values
+        self._keys, self._positions, self._drawn = keys[best], positions[best], select(drawn, best)
 
     def joined(self, others: list["Reservoir"]) -> "Reservoir":
         """Return the draw from several streams, which have seen different places of one."""
         result = copy.copy(self)
         filled = [other for other in others if other._drawn is not None]
-        keys = torch.cat([other._keys for other in filled])
-        best = torch.argsort(keys)[: self._size]
-        result._keys = keys[best]
-        result._positions = torch.cat([other._positions for other in filled])[best]
-        parts = zip(*(other._drawn for other in filled if other._drawn is not None), strict=True)
-        result._drawn = _selected(tuple(join(list(part)) for part in parts), best)
-        result._counts = _below([other._counts for other in filled])[best]
+        result._keep(
+            torch.cat([other._keys for other in filled]),
+            torch.cat([other._positions for other in filled]),
+            join([other._drawn for other in filled]),
+        )
         return result
 
     @property
-    def batch(self) -> Batch:
-        """The drawn inputs as one batch, with their targets and weights."""
+    def batch(self) -> Batch | Ragged:
+        """The drawn inputs with their targets and weights, in the order of their keys."""
         if self._drawn is None:
             raise ValueError("Nothing has been drawn.")
-        return Batch(*self._drawn)
-
-    @property
-    def counts(self) -> Tensor:
-        """How much each target of the drawn inputs counts in the data: (size, 1) or (size, C)."""
-        return self._counts
+        drawn: Batch | Ragged = select(self._drawn, torch.argsort(self._keys))
+        return drawn
 
     @property
     def positions(self) -> list[int]:
         """Where the drawn inputs stand in the stream."""
-        return [int(position) for position in self._positions]
-
-
-def _selected(drawn: tuple[Any, ...], indices: Tensor) -> tuple[Any, Tensor, Tensor]:
-    inputs, targets, weights = (select(part, indices) for part in drawn)
-    return inputs, targets, weights
-
-
-def _below(counts: list[Tensor]) -> Tensor:
-    """Stack counts of inputs (n, 1) and of single targets (n, C) into one matrix."""
-    width = max(part.shape[1] for part in counts)
-    return torch.cat([part.expand(-1, width) for part in counts])
+        return [int(position) for position in self._positions[torch.argsort(self._keys)]]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import ceil
 from typing import Any, cast
 
@@ -16,9 +17,9 @@ from torch import nn
 from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.directions import Roots, SampledRoots, random_signs
 from sublaplace.curvature.kfac import trace_ratios
-from sublaplace.data.batches import Batch, num_inputs, select
+from sublaplace.data.batches import Batch, Ragged, by_form, num_inputs, parts_of, select
 from sublaplace.data.loaders import has_items, probed
-from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, joined_inputs, split
+from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, inputs_of, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
 from sublaplace.fitting.leave_one_out import (
@@ -33,9 +34,10 @@ from sublaplace.fitting.saving import model_fingerprint
 from sublaplace.fitting.survey import Survey, survey_of
 from sublaplace.fitting.tuning import layer_priors, prior_by_evidence
 from sublaplace.jacobians.chunks import ChunkPolicy
-from sublaplace.jacobians.jacobian import Jacobians
+from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.widening import in_float32
 from sublaplace.model.attributes import as_texts, settings_of
 from sublaplace.model.fingerprint import Fingerprint, described_modules
 from sublaplace.model.layer_priors import units_of
@@ -114,6 +116,7 @@ def new_linearization(
     working = in_working_precision(model)
     device = next(working.parameters()).device
     policy = ChunkPolicy(budget or default_budget(device), options.num_vectors)
+    forward = in_float32(working, forward)
     if options.likelihood.takes_positions:
         forward = FlatOutputs(forward, options.likelihood.class_dim)
     return Linearization(working, forward, policy, options.resources.scratch_folder, units)
@@ -143,7 +146,9 @@ class _Look:
 
     survey: Survey
     inputs: Any  # X′; None where it is not needed
-    drawn: Batch | None  # training data: those of X′ first, if they were drawn, then more for the complement's weight
+    drawn: (
+        Batch | Ragged | None
+    )  # training data: those of X′ first, if they were drawn, then more for the complement's weight
     fingerprint: str | None  # of the data, with a checkpoint
 
 
@@ -167,7 +172,9 @@ class _Run:
         options = self.options  # the data have told whether there are positions
         chosen, held_back = look.inputs, None
         if options.holds_back and chosen is not None:
-            chosen, held_back = split(chosen)
+            chosen, held_back = (by_form(part) for part in split(chosen))
+        elif chosen is not None:
+            chosen = by_form(chosen)
         context = self._context(look, chosen)
         how = GIVEN
         if options.prior_structure == "layer":
@@ -254,12 +261,12 @@ class _Run:
         self.options = self.options.resolved(survey.layout is not None)
         return self._looked(survey, given, drawn, data)
 
-    def _looked(self, survey: Survey, given: Any, drawn: Batch | None, data: str | None) -> _Look:
+    def _looked(self, survey: Survey, given: Any, drawn: Batch | Ragged | None, data: str | None) -> _Look:
         if drawn is not None:
-            drawn = drawn._replace(inputs=self.linearization.to_device(drawn.inputs))
+            drawn = self.linearization.to_device(drawn)
         inputs = given
         if given is None and drawn is not None:
-            inputs = select(drawn.inputs, slice(0, self._num_subspace_inputs(survey.num_outputs)))
+            inputs = inputs_of(select(drawn, slice(0, self._num_subspace_inputs(survey.num_outputs))))
         return _Look(survey, inputs, drawn, data)
 
     def _num_subspace_inputs(self, num_outputs: int) -> int:
@@ -276,15 +283,14 @@ class _Run:
         more = SUBSAMPLE if fits_weight or self.options.leaves_one_out else 0
         return self._num_subspace_inputs(num_outputs) + more
 
-    def _subsample(self, look: _Look, chosen: Any) -> Batch | None:
+    def _subsample(self, look: _Look, chosen: Any) -> Batch | Ragged | None:
         """Return the drawn training data that were not held back."""
         if look.drawn is None or isinstance(self.options.subspace_inputs, Given) or chosen is None:
             return look.drawn
-        total, first = num_inputs(look.drawn.inputs), num_inputs(chosen)
-        behind = num_inputs(look.inputs)
+        total, first, behind = num_inputs(look.drawn), num_inputs(chosen), num_inputs(look.inputs)
         kept = torch.cat([torch.arange(first, device="cpu"), torch.arange(behind, total, device="cpu")])
-        weights = None if look.drawn.weights is None else look.drawn.weights[kept]
-        return Batch(select(look.drawn.inputs, kept), look.drawn.targets[kept], weights)
+        subsample: Batch | Ragged = select(look.drawn, kept)
+        return subsample
 
     def _context(self, look: _Look, chosen: Any) -> ProjectorContext:
         options, linearization = self.options, self.linearization
@@ -350,6 +356,7 @@ class _Run:
         if inputs is None or exact or options.resources.samples(num_outputs) is None:
             return jacobians
         n = num_inputs(inputs)
+        num_outputs = max(self.linearization.num_outputs(part) for part in parts_of(inputs))
         rows = max(SKETCHED_ROWS, ceil(2 * widened(options.largest_dim) / n))
         if 2 * rows >= num_outputs:
             return jacobians
@@ -437,14 +444,12 @@ class _Run:
             count = num_with_positions(survey.num_outputs, self.linearization.memory_budget)
         if count is None:
             return None
-        few = slice(0, count)
-        weights = None if drawn.weights is None else drawn.weights[few]
-        batch = Batch(select(drawn.inputs, few), drawn.targets[few], weights)
+        few = by_form(select(drawn, slice(0, count)))
         projection = subspace.projection.leading(min(subspace.dim, DIMENSIONS))
-        data = LinearisedData.of(survey.likelihood, self.linearization, projection, batch, survey.num_counting)
+        data = LinearisedData.of(survey.likelihood, self.linearization, projection, few, survey.num_counting)
         variances = None
         if posterior.outside is not None:
-            variances = variances_at(posterior, Jacobians(self.linearization, batch.inputs), LOG_PRIORS)
+            variances = variances_at(posterior, Jacobians(self.linearization, inputs_of(few)), LOG_PRIORS)
         return prior_by_leave_one_out(data, variances, at_end=not self.validated)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:
@@ -455,10 +460,12 @@ class _Run:
         inputs = context.subspace_jacobians.inputs
         if not context.curvatures.has("kfac") or inputs is None:
             return {}
-        few, likelihood = select(inputs, slice(0, count)), context.stream.likelihood
-        places = torch.arange(num_inputs(few), device="cpu")
-        roots = SampledRoots(Roots(likelihood, None), _TRACE_DIRECTIONS, places, self.options.seed)
-        return trace_ratios(self.linearization.chunks(few, roots(self.linearization.outputs(few))))
+        jacobians: list[Iterator[Jacobian]] = []
+        for part in parts_of(select(inputs, slice(0, count))):
+            places = torch.arange(num_inputs(part), device="cpu")
+            roots = SampledRoots(Roots(context.stream.likelihood, None), _TRACE_DIRECTIONS, places, self.options.seed)
+            jacobians.append(self.linearization.chunks(part, roots(self.linearization.outputs(part))))
+        return trace_ratios(chain.from_iterable(jacobians))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

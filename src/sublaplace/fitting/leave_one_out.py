@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from sublaplace.curvature.directions import Roots
-from sublaplace.data.batches import Batch
+from sublaplace.data.batches import Batch, Ragged, parts_of
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
-from sublaplace.model.linalg import cholesky
+from sublaplace.model.linalg import cholesky, filled_up
 from sublaplace.projection import Projection
 from sublaplace.runtime.warning import warn
 
@@ -69,7 +69,7 @@ class LinearisedData:
     likelihood: Likelihood
     outputs: Tensor  # f: (n, C)
     rows: Tensor  # R: (n, C, s)
-    targets: Tensor
+    targets: Tensor  # with a row for each position, if the outputs have positions
     counts: Tensor  # how much each target counts: (n, 1) or (n, C)
     own: Tensor  # how much of it is taken out, at most 1: an input may stand for several others
     centre: Tensor  # Qᵀθ̂: (s,)
@@ -80,10 +80,13 @@ class LinearisedData:
         likelihood: Likelihood,
         linearization: Linearization,
         projection: Projection,
-        data: Batch,
+        data: Batch | Ragged,
         num_data: int,
     ) -> "LinearisedData":
-        """Take the rows of some data, which stand for all `num_data` that count. Cost: one prediction of them."""
+        """Take the rows of some data, which stand for all `num_data` that count. Cost: one prediction of them.
+
+        Inputs with fewer positions than others get more of them, which do not count.
+        """
         layout = linearization.layout
         theta = linearization.flat_parameters().double()
         inside = torch.cat(
@@ -96,24 +99,30 @@ class LinearisedData:
         rest = (squared - inside.square().sum()).clamp_min(0).sqrt()
         outside = bool(rest.square() > 100 * eps * squared)  # otherwise θ̂ lies in the subspace, up to rounding
         vectors = layout.unflatten(theta[None].to(linearization.dtype))
-        outputs, rows = [], []
-        for jacobian in linearization.chunks(data.inputs, wanted=Wanted(products=projection.dim + 1)):
-            reduced = projection.apply(jacobian).double().mT
-            reduced = torch.linalg.solve_triangular(factor, reduced, upper=False).mT
-            outputs.append(jacobian.outputs.double())
-            if outside:
-                along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest
-                reduced = torch.cat([along, reduced], dim=2)
-            rows.append(reduced)
-            del jacobian  # or it would stand in memory beside the next one
-        targets = data.targets.to(linearization.device)
-        weights = None if data.weights is None else data.weights.to(linearization.device)
-        counts = target_weights(likelihood, targets, weights)
-        if counts is None:
-            counts = torch.ones(len(targets), 1, dtype=torch.float64, device=linearization.device)
+        outputs, rows, targets, counts = [], [], [], []
+        for part in parts_of(data):
+            for jacobian in linearization.chunks(part.inputs, wanted=Wanted(products=projection.dim + 1)):
+                reduced = projection.apply(jacobian).double().mT
+                reduced = torch.linalg.solve_triangular(factor, reduced, upper=False).mT
+                outputs.append(jacobian.outputs.double())
+                if outside:
+                    along = (jacobian.matmul(vectors).double() - reduced @ inside[:, None]) / rest
+                    reduced = torch.cat([along, reduced], dim=2)
+                rows.append(reduced)
+                del jacobian  # or it would stand in memory beside the next one
+            n, found = len(part.targets), part.targets.to(linearization.device)
+            weights = None if part.weights is None else part.weights.to(linearization.device)
+            each = target_weights(likelihood, found, weights)
+            if each is None:
+                each = torch.ones(n, 1, dtype=torch.float64, device=linearization.device)
+            if isinstance(data, Ragged):  # where outputs are added, they must not count
+                each = each.expand(n, outputs[-1].shape[1])
+            counts.append(each)
+            targets.append(likelihood.targets_by_position(found).unflatten(0, (n, -1)))
         centre = torch.cat([rest[None], inside]) if outside else inside
-        share, own = num_data / len(targets), counts.clamp_max(1)
-        return cls(likelihood, torch.cat(outputs), torch.cat(rows), targets, counts * share, own, centre)
+        every, labels = filled_up(counts), filled_up(targets).flatten(0, 1)
+        share, own = num_data / len(every), every.clamp_max(1)
+        return cls(likelihood, filled_up(outputs), filled_up(rows), labels, every * share, own, centre)
 
     def loss(self, mu: Tensor, prior_precision: float) -> float:
         """Return −ln p(D|μ) + λ/2 ‖μ + Qᵀθ̂‖²."""
@@ -123,8 +132,7 @@ class LinearisedData:
     def _densities(self, outputs: Tensor) -> Tensor:
         """Return ln p(y|f) of every input, or of each of its positions: (n·L,)."""
         likelihood = self.likelihood
-        rows, targets = likelihood.by_position(outputs), likelihood.targets_by_position(self.targets)
-        return likelihood.of_one_position.log_density(rows, targets)
+        return likelihood.of_one_position.log_density(likelihood.by_position(outputs), self.targets)
 
     @property
     def _counts(self) -> Tensor:
@@ -189,8 +197,7 @@ class LinearisedData:
         likelihood, weights = self.likelihood, self._counts
         spread = variance if likelihood.needs_variances_only else variance.diag_embed()
         rows, spread = likelihood.by_position(outputs), likelihood.by_position(spread)
-        targets = likelihood.targets_by_position(self.targets)
-        densities = likelihood.of_one_position.log_predictive(rows, spread, targets)
+        densities = likelihood.of_one_position.log_predictive(rows, spread, self.targets)
         return -float((densities * weights).sum() / weights.sum())
 
 

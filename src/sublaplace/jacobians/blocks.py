@@ -90,6 +90,13 @@ class OuterUse:
         """The number of positions, T."""
         return self.inputs.shape[3]
 
+    def weighted_inputs(self, weights: Tensor | None, present: Tensor | None) -> Tensor:
+        """Return √w a, with zeros at positions that are not present: (n, G, I, T)."""
+        a, own = self.inputs, _of_positions(present, self.positions)
+        if weights is not None:
+            a = a * weights.sqrt().to(a).view(-1, 1, 1, 1)
+        return a if own is None else a * own.to(a)[:, None, None, :]
+
     def transposed_map(self, k: int) -> Tensor:
         """Return Σ_t a_t g_tᵀ for row k: (n, G, I, O)."""
         if self.is_bias:
@@ -319,12 +326,15 @@ class OuterBlock:
         places = self._as_maps(torch.arange(self.size, device=self.device)[None])
         return self._stored(places[:, :, start:stop]).reshape(-1)
 
-    def input_moment(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σ_{n,t} w_n a aᵀ for weights (n,), by default 1: (G, I, I)."""
-        inputs = [use.inputs for use in self.uses]
-        if weights is not None:
-            inputs = [a * weights.sqrt().to(a).view(-1, 1, 1, 1) for a in inputs]
-        return _total(_second_moment(a) for a in inputs)
+    def input_moment(self, weights: Tensor | None = None, present: Tensor | None = None) -> Tensor:
+        """Return Σ_{n,t} w_n a aᵀ over the positions that are present: (G, I, I).
+
+        Args:
+            weights: w, (n,); None: 1.
+            present: which of T positions are data rather than padding, (n, T); uses with another number of positions
+                count all of theirs. None: all.
+        """
+        return _total(_second_moment(use.weighted_inputs(weights, present)) for use in self.uses)
 
     def gradient_moment(self) -> Tensor:
         """Return Σ_{n,k,t} g gᵀ: (G, O, O)."""
@@ -353,13 +363,33 @@ class OuterBlock:
         """A key that is equal for blocks with the same gradients, such as a weight and its bias."""
         return tuple(_identity(g) for use in self.uses for g in use.gradients) or (self.groups, self.fan_out)
 
-    def num_terms(self, weights: Tensor | None = None) -> float:
-        """Return the weighted number of terms of `input_moment`: T Σ_n w_n."""
-        return self.positions * (self.num_inputs if weights is None else float(weights.sum()))
+    def num_terms(self, weights: Tensor | None = None, present: Tensor | None = None) -> float:
+        """Return the weighted number of terms of `input_moment`: T Σ_n w_n, if all positions are present."""
+        return sum(_num_terms(self.num_inputs, use.positions, weights, present) for use in self.uses)
 
-    def reduced(self) -> "OuterBlock":
+    def reduced(self, present: Tensor | None = None) -> "OuterBlock":
         """Return the block with inputs averaged and gradients summed over the positions: KFAC's reduce setting."""
-        return OuterBlock.of(self.inputs.mean(-1, keepdim=True), self.gradients.sum(-1, keepdim=True), self.transposed)
+        total = _total(use.weighted_inputs(None, present).sum(-1, keepdim=True) for use in self.uses)
+        each = [_of_positions(present, use.positions) for use in self.uses]
+        counts = sum(
+            use.positions if own is None else own.sum(1).clamp_min(1).to(total).view(-1, 1, 1, 1)
+            for use, own in zip(self.uses, each, strict=True)
+        )
+        return OuterBlock.of(total / counts, self.gradients.sum(-1, keepdim=True), self.transposed)
+
+
+def _of_positions(present: Tensor | None, positions: int) -> Tensor | None:
+    """Return which positions of a call are data, (n, T); None: all, as where the call has others than the inputs."""
+    return None if present is None or present.shape[1] != positions else present
+
+
+def _num_terms(n: int, positions: int, weights: Tensor | None, present: Tensor | None) -> float:
+    """Return the weighted number of positions of a call that are present."""
+    own = _of_positions(present, positions)
+    if own is None:
+        return positions * (n if weights is None else float(weights.sum()))
+    counts = own.sum(1)
+    return float(counts.sum() if weights is None else (counts.to(weights) * weights).sum())
 
 
 def _total(fresh: Iterable[Tensor]) -> Tensor:
@@ -470,10 +500,14 @@ class EmbeddingBlock:
         """The same as in `OuterBlock`."""
         return ("table", _identity(self.gradients))
 
-    def input_moment(self, weights: Tensor | None = None) -> Tensor:
+    def input_moment(self, weights: Tensor | None = None, present: Tensor | None = None) -> Tensor:
         """Return the diagonal of Σ w a aᵀ, the weighted number of uses of each table row: (1, I)."""
-        counts = None if weights is None else weights[:, None].expand(self.indices.shape).flatten()
-        return torch.bincount(self.indices.flatten(), counts, minlength=self.table_rows).to(self.gradients)[None]
+        counts = None if weights is None else weights[:, None].expand(self.indices.shape)
+        own = _of_positions(present, self.indices.shape[1])
+        if own is not None:
+            counts = own.to(self.gradients) if counts is None else counts * own.to(counts)
+        flat = None if counts is None else counts.flatten().to(self.device)
+        return torch.bincount(self.indices.flatten(), flat, minlength=self.table_rows).to(self.gradients)[None]
 
     def gradient_moment(self) -> Tensor:
         """Return Σ_{n,k,t} g gᵀ: (1, D, D)."""
@@ -484,10 +518,10 @@ class EmbeddingBlock:
         """Return the diagonal of `gradient_moment`: (1, D)."""
         return self.gradients.square().sum((0, 1, 2))[None]
 
-    def num_terms(self, weights: Tensor | None = None) -> float:
-        """Return the weighted number of terms, T Σ_n w_n."""
-        n, T = self.indices.shape
-        return T * (n if weights is None else float(weights.sum()))
+    def num_terms(self, weights: Tensor | None = None, present: Tensor | None = None) -> float:
+        """Return the weighted number of terms, T Σ_n w_n, if all positions are present."""
+        n, positions = self.indices.shape
+        return _num_terms(n, positions, weights, present)
 
 
 @dataclass(frozen=True)

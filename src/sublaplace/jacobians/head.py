@@ -115,12 +115,12 @@ class CurvedHeadBlock:
         """Return the diagonal of `gradient_moment`: (1, C)."""
         return self.hessians.diagonal()[None]
 
-    def input_moment(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σ_n w_n a aᵀ for weights (n,), by default 1: (1, I, I)."""
+    def input_moment(self, weights: Tensor | None = None, present: Tensor | None = None) -> Tensor:
+        """Return Σ_n w_n a aᵀ for weights (n,), by default 1: (1, I, I); there is one position, which is present."""
         weighted = self.inputs if weights is None else self.inputs * weights.to(self.inputs)[:, None]
         return (weighted.T @ self.inputs)[None]
 
-    def num_terms(self, weights: Tensor | None = None) -> float:
+    def num_terms(self, weights: Tensor | None = None, present: Tensor | None = None) -> float:
         """Return the weighted number of terms of `input_moment`."""
         return len(self.inputs) if weights is None else float(weights.sum())
 

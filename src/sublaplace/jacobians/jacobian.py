@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sublaplace.data.batches import num_inputs, select
+from sublaplace.data.batches import num_inputs, parts_of, select
 from sublaplace.jacobians.blocks import Block, OuterBlock, RowBlock
 from sublaplace.jacobians.features import FeatureBlock
 from sublaplace.jacobians.head import CurvedHeadBlock
@@ -36,6 +36,7 @@ class Jacobian:
     outputs: Tensor  # f(x): (n, C)
     num_rows: int  # K
     target_weights: Tensor | None = None  # how much each target counts, (n, 1) or (n, C); None: once
+    present: Tensor | None = None  # which positions of the inputs are data, not padding, (n, T); None: all
     repeats_inputs: bool = False  # whether an earlier Jacobian holds other rows of the same inputs
     forward: Callable[[Vectors], Tensor] | None = None  # J V by forward-mode differentiation
     transposed: Callable[[Tensor, Vectors], None] | None = None  # adds Jᵀ U by ordinary backward passes
@@ -197,7 +198,8 @@ class Jacobians:
         inputs: the inputs.
         progress: whether to show a bar.
         wanted: what will be asked of the Jacobians.
-        directions: in the outputs, (n, k, C), one row each; None: one row per output.
+        directions: in the outputs, (n, k, C), one row each; None: one row per output. Where the parts of ragged inputs
+            have different numbers of outputs, C is the largest.
     """
 
     linearization: Engine
@@ -227,7 +229,7 @@ class Jacobians:
         """The number of rows, n·C or n·k."""
         if self.directions is not None:
             return self.directions.shape[0] * self.directions.shape[1]
-        return num_inputs(self.inputs) * self.linearization.num_outputs(self.inputs)
+        return sum(num_inputs(part) * self.linearization.num_outputs(part) for part in parts_of(self.inputs))
 
     @property
     def memory_budget(self) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sublaplace.data.batches import num_inputs, select
+from sublaplace.data.batches import Ragged, num_inputs, parts_of, select
+from sublaplace.data.padding import present_positions
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.costs import cost_by_features, cost_by_rows, cost_forward
@@ -85,6 +86,14 @@ class Linearization:
         forward = self.network.forward
         return forward.layout if isinstance(forward, FlatOutputs) else None
 
+    def output_layouts(self, inputs: Any) -> set[OutputLayout | None]:
+        """Return the arrangements of the outputs, of which there may be several where inputs have different shapes."""
+        found = set()
+        for part in parts_of(inputs):
+            self.num_outputs(part)
+            found.add(self.output_layout)
+        return found
+
     def arranged(self, outputs: Tensor) -> Tensor:
         """Return outputs (n, K) of the last pass in the network's arrangement: (n, …)."""
         layout = self.output_layout
@@ -142,9 +151,9 @@ class Linearization:
         if cotangents is None and self.uses_features(inputs, wanted):
             found = self._by_features(inputs, wanted)
             if found is not None:
-                return self._in_units(found)
+                return self._completed(found, inputs)
         run = self._forward_pass(inputs, cotangents, wanted)
-        return self._in_units(run.jacobian(range(run.num_rows)))
+        return self._completed(run.jacobian(range(run.num_rows)), inputs)
 
     def uses_features(self, inputs: Any, wanted: Wanted) -> bool:
         """Return whether the rows of all outputs come from half as many features, or fewer."""
@@ -170,7 +179,7 @@ class Linearization:
         """
         run = self._forward_pass(inputs, cotangents, wanted)
         for k in range(max(1, run.num_rows)):
-            yield self._in_units(run.jacobian(range(k, min(k + 1, run.num_rows))))
+            yield self._completed(run.jacobian(range(k, min(k + 1, run.num_rows))), inputs)
 
     def along_hessians(self, inputs: Any, hessians: OutputHessians) -> Iterator[Jacobian] | None:
         """Return Jacobians with one row per input, for sums over all directions of the output Hessians.
@@ -185,7 +194,7 @@ class Linearization:
                 return None
             run = run.along(hessians)
             self.passes += run.num_passes
-        return map(self._in_units, run.row_by_row(hessians))
+        return (self._completed(jacobian, inputs) for jacobian in run.row_by_row(hessians))
 
     def num_features(self) -> int | None:
         """Return F if the network ends in one linear layer of F features, and all parameters have a rule.
@@ -199,7 +208,9 @@ class Linearization:
         """Return the number of outputs in the last pass, C; None if there was no pass yet."""
         return None if self._current is None else self._current.num_outputs
 
-    def _in_units(self, jacobian: Jacobian) -> Jacobian:
+    def _completed(self, jacobian: Jacobian, inputs: Any) -> Jacobian:
+        """Return the Jacobian in these units, with the positions that are padding."""
+        jacobian = replace(jacobian, present=present_positions(inputs))
         return jacobian if self.units is None else jacobian.scaled(self.units)
 
     def with_units(self, units: dict[str, float]) -> "Linearization":
@@ -253,10 +264,18 @@ class Linearization:
         """Yield the Jacobians of parts of a large batch, within the memory budget.
 
         Args:
-            inputs: the batch.
-            cotangents: as in `jacobian`, for the whole batch, or chosen outputs.
+            inputs: the batch; the parts of `Ragged` inputs follow one another.
+            cotangents: as in `jacobian`, for the whole batch, or chosen outputs. Of inputs with fewer outputs than
+                others, (n, K, C) holds zeros or anything else for those that they lack.
             wanted: what will be asked of the Jacobians. Products with vectors use forward mode if it costs less.
         """
+        if isinstance(inputs, Ragged):
+            start = 0
+            for few in inputs.parts:
+                stop = start + num_inputs(few)
+                yield from self.chunks(few, None if cotangents is None else _of_inputs(cotangents, start, stop), wanted)
+                start = stop
+            return
         self.look_at(inputs)
         plan = self._plan(inputs)
         rows = plan.num_outputs
@@ -280,7 +299,9 @@ class Linearization:
                 few = chosen.part(start, start + step)
                 yield self.forward_jacobian(part, few) if forward else self.jacobian(part, few, wanted)
             else:
-                own = cotangents[start : start + step] if isinstance(cotangents, Tensor) else cotangents
+                own = cotangents
+                if isinstance(cotangents, Tensor):
+                    own = cotangents[start : start + step, :, : plan.num_outputs]
                 yield self.jacobian(part, own, wanted)
 
     # Products with vectors --------------------------------------------------------------------------------------------
@@ -332,7 +353,7 @@ class Linearization:
         if self.prefers_features(inputs, self._plan(inputs).num_outputs, wanted):
             found = self._by_features(inputs, wanted)
             if found is not None:
-                rows = self._in_units(found)
+                rows = self._completed(found, inputs)
                 return rows if directions is None else self._directed(rows, inputs, directions)
         if self.prefers_forward(inputs, self._plan(inputs).num_outputs, wanted):
             return self.forward_jacobian(inputs, directions)
@@ -522,3 +543,10 @@ class Linearization:
             run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted, self.keeps_graph)
             self.passes += run.num_passes
         return run
+
+
+def _of_inputs(cotangents: Cotangents, start: int, stop: int) -> Cotangents:
+    """Return the directions of some of the inputs; a function from outputs to directions is the same for all."""
+    if isinstance(cotangents, ChosenOutputs):
+        return cotangents.part(start, stop)
+    return cotangents[start:stop] if isinstance(cotangents, Tensor) else cotangents

@@ -116,8 +116,8 @@ def depends_on_batch(what: str) -> str:
     """Return the error message for a network whose outputs or operations (`what`) mix the inputs of a batch."""
     return (
         f"The {what} of an input depend on the other inputs of its batch, so there is no Jacobian per input. "
-        "Common causes are batch statistics (a batch norm without running statistics), a layer that mixes inputs, and "
-        "randomness that eval mode does not switch off."
+        "Common causes are batch statistics (a batch norm without running statistics, or dynamic quantisation), a "
+        "layer that mixes inputs, and randomness that eval mode does not switch off."
     )
 
 

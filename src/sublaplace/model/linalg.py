@@ -181,6 +181,17 @@ def add_product(into: Tensor, weights: Tensor, rows: Tensor) -> None:
             some += weights @ columns
 
 
+def filled_up(parts: list[Tensor]) -> Tensor:
+    """Concatenate tensors (n, K, …), with zeros behind those of a smaller K than others: (Σ n, max K, …)."""
+    most = max(part.shape[1] for part in parts)
+    if all(part.shape[1] == most for part in parts):
+        return torch.cat(parts)
+    whole = [part.new_zeros(len(part), most, *part.shape[2:]) for part in parts]
+    for into, part in zip(whole, parts, strict=True):
+        into[:, : part.shape[1]] = part
+    return torch.cat(whole)
+
+
 def diagonal_blocks(joint: Tensor, count: int) -> Tensor:
     """Return the diagonal blocks (n, C, C) of a joint covariance (nC, nC) over n = `count` inputs."""
     size = len(joint) // count

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sublaplace.data.batches import num_inputs
+from sublaplace.data.padding import present_positions
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class OutputLayout:
 class FlatOutputs:
     """A way to call the model that returns flat outputs (n, K), and remembers their arrangement.
 
+    Outputs at padded positions are constants: they have no gradient, so that padding changes nothing.
+
     Args:
         forward: how the user calls it.
         class_dim: where the classes are; None: every entry is an output of its own.
@@ -105,4 +109,13 @@ class FlatOutputs:
             return outputs
         layout = OutputLayout.of(tuple(outputs.shape), self.class_dim)
         self.layout = None if outputs.ndim == 2 else layout
-        return outputs if self.layout is None else layout.flat(outputs)
+        return outputs if self.layout is None else _constant_in_padding(layout.flat(outputs), inputs, layout)
+
+
+def _constant_in_padding(flat: Tensor, inputs: Any, layout: OutputLayout) -> Tensor:
+    """Return outputs (n, K), without gradients at the positions that are padding, as far as is known."""
+    present = present_positions(inputs)
+    if present is None or layout.positions[:1] != present.shape[1:]:
+        return flat
+    each = present.repeat_interleave(layout.num_outputs // present.shape[1], dim=1)
+    return torch.where(each, flat, flat.detach())

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from sublaplace.model.linalg import Vectors
 from sublaplace.runtime.warning import warn
 
+HALF_PRECISIONS = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -42,9 +44,19 @@ class ParameterLayout:
                 )
         devices = sorted({str(p.device) for _, p in named})
         if len(devices) > 1:
-            raise ValueError(f"The parameters are on several devices ({', '.join(devices)}); move them to one.")
-        dtypes = sorted({str(p.dtype) for _, p in named})
-        if len(dtypes) > 1:
+            raise ValueError(
+                f"The parameters are on several devices ({', '.join(devices)}); move them to one, or load the model "
+                "onto one, as with device_map={'': 0}."
+            )
+        for name, p in model.named_parameters():
+            if p.is_meta:
+                raise ValueError(
+                    f"Parameter '{name}' has no values: it was offloaded, or it is on the meta device. Load the whole "
+                    "model onto one device."
+                )
+        # Half-precision ones are used in float32, so they may stand beside float32 ones.
+        if len({torch.float32 if p.dtype in HALF_PRECISIONS else p.dtype for _, p in named}) > 1:
+            dtypes = sorted({str(p.dtype) for _, p in named})
             raise ValueError(f"The parameters have several dtypes ({', '.join(dtypes)}); convert them to one.")
         for name, p in model.named_parameters():
             if p.is_floating_point() and not torch.isfinite(p).all():
@@ -109,21 +121,20 @@ class ParameterLayout:
         return result
 
 
-HALF_PRECISIONS = (torch.float16, torch.bfloat16)
-
-
 def in_working_precision(model: nn.Module) -> nn.Module:
     """Return the model, or a float32 copy and a warning if its parameters have half precision.
 
     A Jacobian row is a sum of many products of activations and gradients. With 8 or 11 significant bits the row would
-    be mostly rounding error, and in float16 gradients below 6e-8 vanish. Frozen parameters may have any precision.
+    be mostly rounding error, and in float16 gradients below 6e-8 vanish. Frozen parameters may have any precision: see
+    `InFloat32`.
     """
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     if not dtypes.intersection(HALF_PRECISIONS):
         return model
+    halves = sorted(str(dtype) for dtype in dtypes.intersection(HALF_PRECISIONS))
     size = f"{4 * sum(p.numel() for p in model.parameters()) / 2**20:.1f} MiB"
     warn(
-        f"The model has {', '.join(sorted(map(str, dtypes)))} parameters. Its outputs, Jacobians and curvature are "
+        f"The model has {', '.join(halves)} parameters. Its outputs, Jacobians and curvature are "
         f"computed on a float32 copy ({size}), and the s × s algebra is in float64. Predictions are float32. The model "
         "itself is not changed."
     )

@@ -15,7 +15,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import ROWS, Wanted
-from sublaplace.model.linalg import diagonalised, symmetric_product
+from sublaplace.model.linalg import diagonalised, filled_up, symmetric_product
 from sublaplace.posteriors.binned_sweep import ComplementSweep
 from sublaplace.posteriors.complement import ComplementedPosterior
 from sublaplace.posteriors.protocol import Posterior
@@ -52,11 +52,12 @@ def weight_sweep(posterior: ComplementedPosterior | BlockPrecision, weights: Ten
 def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float]) -> Tensor:
     """Return the posterior's variances at every log₁₀ λ, for a likelihood of scale 1: (λ, n, C), in float64.
 
-    Cost: one prediction of the inputs, and little more.
+    Outputs that some inputs lack, such as positions of shorter sequences, get zeros. Cost: one prediction of the
+    inputs, and little more.
     """
     sweep = prior_sweep(posterior, 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu"))
     wanted = replace(inputs, wanted=sweep.wanted(whole=False))
-    return torch.cat([sweep(jacobian, whole=False) for jacobian in wanted], dim=1)
+    return filled_up([sweep(jacobian, whole=False).movedim(0, 2) for jacobian in wanted]).movedim(2, 0)
 
 
 def _weighted_products(rows: Tensor, factors: Tensor, whole: bool) -> Tensor:

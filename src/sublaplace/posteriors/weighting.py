@@ -10,7 +10,7 @@ from sublaplace.curvature.exact import exact_ggn
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn_and_product
 from sublaplace.curvature.stream import CurvatureStream
-from sublaplace.data.batches import Batch, num_inputs, select
+from sublaplace.data.batches import Batch, Ragged, by_form, num_inputs, parts_of, select
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.posteriors.complement import ComplementedPosterior
@@ -30,7 +30,7 @@ _NEARLY_ALL = 0.93  # share of the data from which on a subsample stands for all
 
 
 def fitted_weight(
-    posterior: Weighted, stream: CurvatureStream, num_data: int, held_back: Jacobians, subsample: Batch
+    posterior: Weighted, stream: CurvatureStream, num_data: int, held_back: Jacobians, subsample: Batch | Ragged
 ) -> float:
     r"""Return the weight w of K in Ψ_K = (wK + λ)⁻¹ that brings the posterior nearest to the full one.
 
@@ -50,7 +50,7 @@ def fitted_weight(
     """
     linearization = stream.linearization
     row_bytes = 3 * 8 * linearization.layout.num_parameters * linearization.num_outputs(held_back.inputs)
-    n = min(num_inputs(subsample.inputs), SUBSAMPLE, linearization.memory_budget // row_bytes)
+    n = min(num_inputs(subsample), SUBSAMPLE, linearization.memory_budget // row_bytes)
     if n < _FEWEST:
         return 1.0
     sizes = [n] if n >= _NEARLY_ALL * num_data else [n // 2, n]
@@ -63,13 +63,16 @@ def fitted_weight(
 
 
 def _log_weight_of(
-    posterior: Weighted, stream: CurvatureStream, num_data: int, held_back: Jacobians, subsample: Batch, size: int
+    posterior: Weighted,
+    stream: CurvatureStream,
+    num_data: int,
+    held_back: Jacobians,
+    subsample: Batch | Ragged,
+    size: int,
 ) -> float:
     """Return log₂ of the weight that is nearest to the exact posterior of the first `size` inputs of the subsample."""
-    first = slice(0, size)
-    weights = None if subsample.weights is None else subsample.weights[first]
-    batch = Batch(select(subsample.inputs, first), subsample.targets[first], weights)
-    part = replace(stream, loader=[batch], num_data=size, checkpoint=None, fingerprint=None, progress=False)
+    data = parts_of(by_form(select(subsample, slice(0, size))))
+    part = replace(stream, loader=data, num_data=size, checkpoint=None, fingerprint=None, progress=False)
     outside = posterior.outside
     share = replace(outside.reweighted(outside.weight * size / num_data), weight=1.0)
     own: Weighted = share

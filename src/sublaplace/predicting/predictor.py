@@ -161,7 +161,8 @@ class Predictor:
         linearization = self.fitted.linearization
         linearization = linearization.differentiable() if requires_grad(given) else linearization
         inputs = linearization.to_device(given)
-        rows = num_inputs(inputs) * linearization.num_outputs(inputs)
+        require_one_layout(linearization.output_layouts(inputs))
+        rows = Jacobians(linearization, inputs).num_rows
         require(
             2 * 8 * rows**2,
             linearization.device,

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experiments.calibration import baselines, ours, peers
+from experiments.calibration import baselines, cifar, ours, peers
 from experiments.calibration.prediction import Predicted
 from experiments.calibration.problem import Problem
 from experiments.calibration.sets import Task
@@ -13,12 +13,32 @@ PROTOCOL = "1"  # of splits, networks and scores: a new number runs everything a
 BOTH: tuple[Task, ...] = ("regression", "classification")
 
 
+def anything(problem: Problem) -> bool:
+    """Accept any problem."""
+    return True
+
+
+def members(problem: Problem) -> bool:
+    """Accept a problem with further networks for an ensemble."""
+    return bool(problem.members)
+
+
+def dropout_network(problem: Problem) -> bool:
+    """Accept a problem with a network that was trained with dropout."""
+    return problem.dropout_network is not None
+
+
+def trained_resnet(problem: Problem) -> bool:
+    """Accept the networks that others trained for CIFAR10."""
+    return problem.dataset in cifar.NETWORKS
+
+
 @dataclass(frozen=True)
 class Method:
     """A way from a trained network, or several, to predictions.
 
     `definition` says all that decides the predictions. `predict` gives the predictions for the test inputs and the
-    seconds that fitting and predicting took.
+    seconds that fitting and predicting took. `needs` says whether a problem has what the method needs.
     """
 
     name: str
@@ -27,6 +47,7 @@ class Method:
     uses_validation: bool
     predict: Callable[[Problem], tuple[Predicted, float]]
     tasks: tuple[Task, ...] = BOTH
+    needs: Callable[[Problem], bool] = anything
 
     @property
     def fingerprint(self) -> str:
@@ -34,13 +55,7 @@ class Method:
 
     def applies_to(self, problem: Problem) -> bool:
         """Whether the problem has what the method needs."""
-        if problem.task not in self.tasks:
-            return False
-        if self.name == "ensemble":
-            return bool(problem.members)
-        if self.name == "dropout":
-            return problem.dropout_network is not None
-        return not self.name.startswith("laplace-torch") or peers.can_run(problem, self.name)
+        return problem.task in self.tasks and self.needs(problem)
 
 
 METHODS: tuple[Method, ...] = (
@@ -73,6 +88,7 @@ METHODS: tuple[Method, ...] = (
         "five networks; mean of the probabilities, or the Gaussian with the moments of the mixture",
         False,
         baselines.timed(baselines.deep_ensemble),
+        needs=members,
     ),
     Method(
         "dropout",
@@ -80,6 +96,7 @@ METHODS: tuple[Method, ...] = (
         "rate 0.1 in training and prediction, 50 draws; σ: root mean square of the training residuals of the mean",
         False,
         baselines.timed(baselines.monte_carlo_dropout),
+        needs=dropout_network,
     ),
     Method(
         "laplace-torch-last-layer",
@@ -87,6 +104,7 @@ METHODS: tuple[Method, ...] = (
         "last layer, KFAC; λ (and σ) by the marginal likelihood",
         False,
         peers.runner("last_layer", validation=False),
+        needs=peers.can_build,
     ),
     Method(
         "laplace-torch-all",
@@ -94,6 +112,7 @@ METHODS: tuple[Method, ...] = (
         "all weights, KFAC; λ (and σ) by the marginal likelihood",
         False,
         peers.runner("all", validation=False),
+        needs=peers.can_run_all_weights,
     ),
     Method(
         "laplace-torch-last-layer-validation",
@@ -102,6 +121,7 @@ METHODS: tuple[Method, ...] = (
         "21 points",
         True,
         peers.runner("last_layer", validation=True),
+        needs=peers.can_build,
     ),
     Method(
         "laplace-torch-all-validation",
@@ -110,6 +130,7 @@ METHODS: tuple[Method, ...] = (
         "21 points",
         True,
         peers.runner("all", validation=True),
+        needs=peers.can_run_all_weights,
     ),
     Method(
         "paper",
@@ -132,6 +153,30 @@ METHODS: tuple[Method, ...] = (
         "held-out network; all defaults, fit(train, validation)",
         True,
         baselines.timed(ours.default_with_validation),
+    ),
+    Method(
+        "ours-last-layer-validation",
+        "sublaplace, last layer, with validation data",
+        'held-out network; projector="last-layer", fit(train, validation)',
+        True,
+        baselines.timed(ours.last_layer_with_validation),
+        needs=trained_resnet,
+    ),
+    Method(
+        "ours-subspace-validation",
+        "sublaplace, subspace alone, with validation data",
+        "held-out network; complement=None, fit(train, validation)",
+        True,
+        baselines.timed(ours.subspace_with_validation),
+        needs=trained_resnet,
+    ),
+    Method(
+        "ours-kfac-validation",
+        "sublaplace, KFAC alone, with validation data",
+        'held-out network; projector=None, complement="kfac", fit(train, validation)',
+        True,
+        baselines.timed(ours.kfac_with_validation),
+        needs=trained_resnet,
     ),
 )
 BY_NAME = {method.name: method for method in METHODS}

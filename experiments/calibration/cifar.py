@@ -75,15 +75,15 @@ def cifar_problems(splits: Sequence[int], name: str = "cifar10") -> dict[int, li
     drawn = torch.from_numpy(order[:NUM_TRAIN])
     train = Examples(_rescaled(dataset.train_inputs[drawn]), dataset.train_targets[drawn])
     test = Examples(_rescaled(dataset.test_inputs), dataset.test_targets)
-    return {0: halves(name, train, test, NETWORKS[name].network())}
+    return {0: two_halves(name, train, test, NETWORKS[name].network())}
 
 
-def halves(name: str, train: Examples, test: Examples, network: CifarResNet) -> list[Problem]:
+def two_halves(name: str, train: Examples, test: Examples, network: CifarResNet) -> list[Problem]:
     """Make two problems of one test set: each half is scored once, with the other as validation data."""
     order = torch.from_numpy(np.random.default_rng(43).permutation(len(test)))
     first, second = test[order[: len(order) // 2]], test[order[len(order) // 2 :]]
     return [
-        Problem(name, 0, "classification", train, train, validation, scored, network, network)
+        Problem(name, 0, "classification", train, train, validation, scored, network, network, is_half=True)
         for validation, scored in ((first, second), (second, first))
     ]
 

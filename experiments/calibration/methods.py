@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from experiments.calibration import baselines, cifar, ours, peers
+from experiments.calibration import baselines, halves, ours, peers
 from experiments.calibration.prediction import Predicted
 from experiments.calibration.problem import Problem
 from experiments.calibration.sets import Task
@@ -28,9 +29,9 @@ def dropout_network(problem: Problem) -> bool:
     return problem.dropout_network is not None
 
 
-def trained_resnet(problem: Problem) -> bool:
-    """Accept the networks that others trained for CIFAR10."""
-    return problem.dataset in cifar.NETWORKS
+def half(problem: Problem) -> bool:
+    """Accept a half of a test set, as those of the large networks are."""
+    return problem.is_half
 
 
 @dataclass(frozen=True)
@@ -146,37 +147,37 @@ METHODS: tuple[Method, ...] = (
         False,
         baselines.timed(ours.paper_with_evidence),
     ),
-    Method("ours", "sublaplace", "all defaults, fit(train)", False, baselines.timed(ours.default)),
+    Method("ours", "sublaplace", "all defaults, fit(train)", False, halves.shared(ours.default, tuned=False)),
     Method(
         "ours-validation",
         "sublaplace with validation data",
         "held-out network; all defaults, fit(train, validation)",
         True,
-        baselines.timed(ours.default_with_validation),
+        halves.shared(ours.default_with_validation, tuned=True),
     ),
     Method(
         "ours-last-layer-validation",
         "sublaplace, last layer, with validation data",
         'held-out network; projector="last-layer", fit(train, validation)',
         True,
-        baselines.timed(ours.last_layer_with_validation),
-        needs=trained_resnet,
+        partial(halves.predicted_half, tuned=True, projector="last-layer"),
+        needs=half,
     ),
     Method(
         "ours-subspace-validation",
         "sublaplace, subspace alone, with validation data",
         "held-out network; complement=None, fit(train, validation)",
         True,
-        baselines.timed(ours.subspace_with_validation),
-        needs=trained_resnet,
+        partial(halves.predicted_half, tuned=True, complement=None),
+        needs=half,
     ),
     Method(
         "ours-kfac-validation",
         "sublaplace, KFAC alone, with validation data",
         'held-out network; projector=None, complement="kfac", fit(train, validation)',
         True,
-        baselines.timed(ours.kfac_with_validation),
-        needs=trained_resnet,
+        partial(halves.predicted_half, tuned=True, projector=None, complement="kfac"),
+        needs=half,
     ),
 )
 BY_NAME = {method.name: method for method in METHODS}

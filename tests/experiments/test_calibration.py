@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from experiments import datasets
-from experiments.calibration import sets, statistics, text, text_files
+from experiments.calibration import halves, sets, statistics, text, text_files
 from experiments.calibration.baselines import deep_ensemble, plain, temperature_scaling, timed, validated_noise
-from experiments.calibration.cifar import NETWORKS, halves
+from experiments.calibration.cifar import NETWORKS, two_halves
 from experiments.calibration.cifar_resnet import CifarResNet
 from experiments.calibration.methods import METHODS, Method
 from experiments.calibration.networks import described, mlp
-from experiments.calibration.ours import default, default_with_validation
 from experiments.calibration.prediction import Normal, Predicted, Probabilities, pooled
 from experiments.calibration.problem import Examples, Problem
 from experiments.calibration.report import write_report
@@ -31,6 +30,7 @@ from experiments.calibration.splits import split_table
 from experiments.calibration.stack import StackRecipe, train_stack
 from experiments.calibration.table import CalibrationTable, Key, Line
 from experiments.calibration.trained import table_problems
+from experiments.calibration.training import NetworkRecipe, train_classifier
 from sublaplace import SubspaceLaplace, metrics
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -201,23 +201,38 @@ def test_the_ensemble_has_the_moments_of_its_mixture() -> None:
     torch.testing.assert_close(found.covariance[:, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_halves_share_a_fit_and_get_what_validation_data_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = toy_problem("classification")
-    other = replace(problem, validation=problem.train[20:40], test=problem.validation)
-    expected = []
-    for each in (problem, other):
-        la = SubspaceLaplace(each.held_out_network, each.task).fit(each.fit.loader(), each.validation.loader())
-        expected.append(la(each.test.inputs))
-    fits: list[int] = []
-    fit = SubspaceLaplace.fit
-    monkeypatch.setattr(SubspaceLaplace, "fit", lambda la, *data: (fits.append(1), fit(la, *data))[1])
-    found = [default_with_validation(each) for each in (problem, other)]
-    assert len(fits) == 1
-    for predicted, probabilities in zip(found, expected, strict=True):
-        assert isinstance(predicted, Probabilities)
-        torch.testing.assert_close(predicted.values, probabilities.double())
-    default(replace(problem, network=problem.held_out_network, train=problem.fit))
-    assert len(fits) == 2  # its seconds have a fit in them
+def test_halves_share_their_passes_and_get_what_validation_data_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    table_set = toy_set("classification", 200)
+    train, _, _ = split_table(table_set, 0)
+    examples = [
+        Examples(train.inputs[rows], train.targets[rows]) for rows in (slice(60), slice(60, 110), slice(110, 160))
+    ]
+    torch.manual_seed(0)
+    network = mlp(3, 2, width=4).eval()
+    train_classifier(network, examples[0], 0, NetworkRecipe(epochs=3))
+    make = partial(Problem, "toy", 0, "classification", examples[0], examples[0], is_half=True)
+    one = make(examples[1], examples[2], network, network)
+    two = make(examples[2], examples[1], network, network)
+    passes: list[int] = []
+    validation_data = halves.validation_data
+    monkeypatch.setattr(halves, "validation_data", lambda *given: passes.append(1) or validation_data(*given))
+    for name, options in {
+        "ours": {},
+        "ours-validation": {},
+        "ours-last-layer-validation": {"projector": "last-layer"},
+        "ours-subspace-validation": {"complement": None},
+        "ours-kfac-validation": {"projector": None, "complement": "kfac"},
+    }.items():
+        method = next(method for method in METHODS if method.name == name)
+        for problem in (one, two):
+            la = SubspaceLaplace(network, "classification", **options)
+            data = (problem.validation.loader(),) if method.uses_validation else ()
+            expected = la.fit(problem.fit.loader(), *data).predict(problem.test.inputs).probabilities
+            found, seconds = method.predict(problem)
+            assert isinstance(found, Probabilities) and seconds > 0
+            torch.testing.assert_close(found.values, expected.double(), rtol=1e-3, atol=1e-4)
+            assert found.note == f"λ={la.prior_precision:.3g}"
+    assert len(passes) == 2 * 4  # the first two methods share theirs
 
 
 def test_methods_run_where_they_have_what_they_need() -> None:
@@ -225,7 +240,7 @@ def test_methods_run_where_they_have_what_they_need() -> None:
         return {method.name for method in METHODS if method.applies_to(problem)}
 
     problem = toy_problem("classification")
-    strong = names(replace(problem, dataset="cifar10-resnet32")) - names(problem)
+    strong = names(replace(problem, is_half=True)) - names(problem)
     assert strong == {"ours-last-layer-validation", "ours-subspace-validation", "ours-kfac-validation"}
     assert "temperature" in names(problem) and "noise-validation" not in names(problem)
     assert names(problem) - names(replace(problem, members=())) == {"ensemble"}
@@ -440,7 +455,7 @@ def test_the_resnets_have_the_published_sizes(name: str) -> None:
 
 def test_each_half_of_the_test_set_is_scored_once() -> None:
     examples = Examples(torch.arange(10.0)[:, None], torch.arange(10))
-    first, second = halves("cifar10", examples, examples, CifarResNet())
+    first, second = two_halves("cifar10", examples, examples, CifarResNet())
     assert torch.equal(first.test.targets, second.validation.targets)
     assert sorted([*first.test.targets.tolist(), *second.test.targets.tolist()]) == list(range(10))
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from experiments import datasets
 from experiments.calibration import halves, sets, statistics, text, text_files
+from experiments.calibration.__main__ import RESULTS
 from experiments.calibration.baselines import deep_ensemble, plain, temperature_scaling, timed, validated_noise
 from experiments.calibration.cifar import NETWORKS, two_halves
 from experiments.calibration.cifar_resnet import CifarResNet
@@ -22,6 +23,7 @@ from experiments.calibration.methods import METHODS, Method
 from experiments.calibration.networks import described, mlp
 from experiments.calibration.prediction import Normal, Predicted, Probabilities, pooled
 from experiments.calibration.problem import Examples, Problem
+from experiments.calibration.published import published_scores
 from experiments.calibration.report import write_report
 from experiments.calibration.run import run_set
 from experiments.calibration.scores import crps, ece_interval, ece_of_perfect, scores_of
@@ -439,6 +441,13 @@ def test_strong_networks_stand_beside_published_scores(tmp_path: Path) -> None:
 
 
 # Pictures and text ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_resnet20_has_its_published_scores() -> None:
+    line = CalibrationTable(RESULTS).lines()[Key("cifar10", 0, "plain", METHODS[0].fingerprint)]
+    published = {metric: value for (_, method, metric), value in published_scores().items() if method == "plain"}
+    assert set(published) == {"nll", "ece", "brier", "accuracy"}
+    assert published == {metric: f"{line.scores[metric]:.4f}" for metric in published}
 
 
 @pytest.mark.parametrize("name", NETWORKS)

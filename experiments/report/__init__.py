@@ -66,6 +66,7 @@ class _Report:
             self._prior(),
             self._costs(),
             self._remarks(),
+            Section("What trained ResNets show", [_bullets("findings.md", 1)]),
             Section("Names", [_bullets("reading.md", 1), facts.names(self.published)]),
         ]
         introduction = (

@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--sets", nargs="+", default=[], help="only these data sets")
     run.add_argument("--methods", nargs="+", default=[], help="only these methods")
     run.add_argument("--splits", type=int, default=5, help="how many splits")
-    run.add_argument("--kind", choices=["development", "report"], default="development")
+    run.add_argument("--kind", choices=["development", "report", "strong"], default="development")
     run.add_argument("--again", action="store_true", help="run also what is in the table; the new line counts")
     run.set_defaults(command=_run)
     report = commands.add_parser("report", help="write the tables and the picture from the results")

@@ -6,7 +6,7 @@ from experiments.resnets import BasicBlock
 
 
 class CifarResNet(nn.Module):
-    """A network of 6n + 2 layers for pictures of 32 × 32 pixels: p = 272,474 with n = 3 blocks in each stage."""
+    """A network of 6n + 2 layers for pictures of 32 × 32 pixels: p = 272,474 with n = 3 blocks per stage."""
 
     def __init__(self, blocks: int = 3, num_outputs: int = 10) -> None:
         super().__init__()

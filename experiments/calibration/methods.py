@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from experiments.calibration import baselines, ours, peers
+from experiments.calibration import baselines, halves, ours, peers
 from experiments.calibration.prediction import Predicted
 from experiments.calibration.problem import Problem
 from experiments.calibration.sets import Task
@@ -13,12 +14,32 @@ PROTOCOL = "1"  # of splits, networks and scores: a new number runs everything a
 BOTH: tuple[Task, ...] = ("regression", "classification")
 
 
+def anything(problem: Problem) -> bool:
+    """Accept any problem."""
+    return True
+
+
+def members(problem: Problem) -> bool:
+    """Accept a problem with further networks for an ensemble."""
+    return bool(problem.members)
+
+
+def dropout_network(problem: Problem) -> bool:
+    """Accept a problem with a network that was trained with dropout."""
+    return problem.dropout_network is not None
+
+
+def half(problem: Problem) -> bool:
+    """Accept a half of a test set, as those of the large networks are."""
+    return problem.is_half
+
+
 @dataclass(frozen=True)
 class Method:
     """A way from a trained network, or several, to predictions.
 
     `definition` says all that decides the predictions. `predict` gives the predictions for the test inputs and the
-    seconds that fitting and predicting took.
+    seconds that fitting and predicting took. `needs` says whether a problem has what the method needs.
     """
 
     name: str
@@ -27,6 +48,7 @@ class Method:
     uses_validation: bool
     predict: Callable[[Problem], tuple[Predicted, float]]
     tasks: tuple[Task, ...] = BOTH
+    needs: Callable[[Problem], bool] = anything
 
     @property
     def fingerprint(self) -> str:
@@ -34,13 +56,7 @@ class Method:
 
     def applies_to(self, problem: Problem) -> bool:
         """Whether the problem has what the method needs."""
-        if problem.task not in self.tasks:
-            return False
-        if self.name == "ensemble":
-            return bool(problem.members)
-        if self.name == "dropout":
-            return problem.dropout_network is not None
-        return not self.name.startswith("laplace-torch") or peers.can_run(problem, self.name)
+        return problem.task in self.tasks and self.needs(problem)
 
 
 METHODS: tuple[Method, ...] = (
@@ -73,6 +89,7 @@ METHODS: tuple[Method, ...] = (
         "five networks; mean of the probabilities, or the Gaussian with the moments of the mixture",
         False,
         baselines.timed(baselines.deep_ensemble),
+        needs=members,
     ),
     Method(
         "dropout",
@@ -80,6 +97,7 @@ METHODS: tuple[Method, ...] = (
         "rate 0.1 in training and prediction, 50 draws; σ: root mean square of the training residuals of the mean",
         False,
         baselines.timed(baselines.monte_carlo_dropout),
+        needs=dropout_network,
     ),
     Method(
         "laplace-torch-last-layer",
@@ -87,6 +105,7 @@ METHODS: tuple[Method, ...] = (
         "last layer, KFAC; λ (and σ) by the marginal likelihood",
         False,
         peers.runner("last_layer", validation=False),
+        needs=peers.can_build,
     ),
     Method(
         "laplace-torch-all",
@@ -94,6 +113,7 @@ METHODS: tuple[Method, ...] = (
         "all weights, KFAC; λ (and σ) by the marginal likelihood",
         False,
         peers.runner("all", validation=False),
+        needs=peers.can_run_all_weights,
     ),
     Method(
         "laplace-torch-last-layer-validation",
@@ -102,6 +122,7 @@ METHODS: tuple[Method, ...] = (
         "21 points",
         True,
         peers.runner("last_layer", validation=True),
+        needs=peers.can_build,
     ),
     Method(
         "laplace-torch-all-validation",
@@ -110,6 +131,7 @@ METHODS: tuple[Method, ...] = (
         "21 points",
         True,
         peers.runner("all", validation=True),
+        needs=peers.can_run_all_weights,
     ),
     Method(
         "paper",
@@ -125,13 +147,37 @@ METHODS: tuple[Method, ...] = (
         False,
         baselines.timed(ours.paper_with_evidence),
     ),
-    Method("ours", "sublaplace", "all defaults, fit(train)", False, baselines.timed(ours.default)),
+    Method("ours", "sublaplace", "all defaults, fit(train)", False, halves.shared(ours.default, tuned=False)),
     Method(
         "ours-validation",
         "sublaplace with validation data",
         "held-out network; all defaults, fit(train, validation)",
         True,
-        baselines.timed(ours.default_with_validation),
+        halves.shared(ours.default_with_validation, tuned=True),
+    ),
+    Method(
+        "ours-last-layer-validation",
+        "sublaplace, last layer, with validation data",
+        'held-out network; projector="last-layer", fit(train, validation)',
+        True,
+        partial(halves.predicted_half, tuned=True, projector="last-layer"),
+        needs=half,
+    ),
+    Method(
+        "ours-subspace-validation",
+        "sublaplace, subspace alone, with validation data",
+        "held-out network; complement=None, fit(train, validation)",
+        True,
+        partial(halves.predicted_half, tuned=True, complement=None),
+        needs=half,
+    ),
+    Method(
+        "ours-kfac-validation",
+        "sublaplace, KFAC alone, with validation data",
+        'held-out network; projector=None, complement="kfac", fit(train, validation)',
+        True,
+        partial(halves.predicted_half, tuned=True, projector=None, complement="kfac"),
+        needs=half,
     ),
 )
 BY_NAME = {method.name: method for method in METHODS}

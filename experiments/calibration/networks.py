@@ -38,7 +38,7 @@ def cnn(num_outputs: int = 10, dropout: float = 0.0) -> nn.Sequential:
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "resnet20": CifarResNet,
+    "cifar-resnet": CifarResNet,
     "text": adapted_classifier,
 }
 

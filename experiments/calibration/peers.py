@@ -36,11 +36,15 @@ def interpreter() -> Path:
     return Path(made.stdout.splitlines()[-1])
 
 
-def can_run(problem: Problem, name: str) -> bool:
-    """Tell whether the peer can build the network, and is not asked for Jacobians of a large one."""
+def can_build(problem: Problem) -> bool:
+    """Tell whether the peer can build the network."""
+    return description(problem.network) is not None
+
+
+def can_run_all_weights(problem: Problem) -> bool:
+    """Tell whether the peer can build the network, and it is small enough for Jacobians of all weights."""
     learned = (parameter for parameter in problem.network.parameters() if parameter.requires_grad)
-    small = sum(parameter.numel() for parameter in learned) <= ALL_WEIGHTS_LIMIT
-    return description(problem.network) is not None and (small or "all" not in name)
+    return can_build(problem) and sum(parameter.numel() for parameter in learned) <= ALL_WEIGHTS_LIMIT
 
 
 def runner(weights: str, validation: bool) -> Callable[[Problem], tuple[Predicted, float]]:

@@ -34,7 +34,8 @@ class Problem:
 
     `network` was trained on `train`, which is `fit` and `validation` together. `held_out_network` was trained on `fit`
     alone: methods that use validation data take it. `members` are further networks for an ensemble with `network`, and
-    `dropout_network` was trained with dropout; both are empty where no such networks exist.
+    `dropout_network` was trained with dropout; both are empty where no such networks exist. `is_half` says that
+    another problem has the same networks and training data, with validation and test data exchanged.
     """
 
     dataset: str
@@ -48,3 +49,4 @@ class Problem:
     held_out_network: nn.Module
     members: tuple[nn.Module, ...] = ()
     dropout_network: nn.Module | None = None
+    is_half: bool = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.calibration import cifar, fashion, text
 from experiments.calibration.problem import Problem
@@ -28,7 +29,10 @@ def all_sets() -> dict[str, Registered]:
     return {
         **tables,
         "fashionmnist": Registered("report", fashion.fashion_problems, 3, fashion.NOTE),
-        "cifar10": Registered("report", cifar.cifar_problems, 1, cifar.NOTE),
+        **{
+            name: Registered(each.kind, partial(cifar.cifar_problems, name=name), 1, each.note)
+            for name, each in cifar.NETWORKS.items()
+        },
         "movie-reviews": Registered("report", text.text_problems, 3, text.NOTE),
     }
 

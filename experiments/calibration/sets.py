@@ -16,7 +16,8 @@ from experiments import datasets
 from experiments.calibration.packaged import PackagedFile, archive, is_given
 from experiments.datasets import SourceFile, content
 
-Kind = Literal["development", "report"]
+Kind = Literal["development", "report", "strong"]
+"""Of sets on which defaults may be chosen, of those that report, and of large networks that are run on demand."""
 Task = Literal["regression", "classification"]
 Table = NDArray[np.float64]
 

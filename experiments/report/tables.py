@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,16 +126,21 @@ class Agreement:
 
 
 def agreement(
-    measurements: Measurements, published: Published, table: str, metric: str, lines: Sequence[Line]
+    measurements: Measurements,
+    published: Published,
+    table: str,
+    metric: str,
+    lines: Sequence[Line],
+    offset: float = 0.0,
 ) -> Agreement | None:
-    """Return how a table compares with ours; None if no cell of the table was run. Cells of −∞ are left out."""
+    """Return how a table compares with ours plus an offset; None if no cell was run. Cells of −∞ are left out."""
     pairs = []
     for line in lines:
         for projector in published.distinct(table, "projector"):
             ours = measurements.estimate(line.dataset, projector, metric, line.s)
             paper = published.quote(table, line.dataset, metric, projector, line.s)
             if ours is not None and paper is not None and math.isfinite(ours.mean) and math.isfinite(paper.mean):
-                pairs.append((ours, paper))
+                pairs.append((replace(ours, mean=ours.mean + offset), paper))
     if not pairs:
         return None
     differences = [Difference.between(ours, paper) for ours, paper in pairs]

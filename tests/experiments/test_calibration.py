@@ -14,14 +14,16 @@ import torch
 from torch import nn
 
 from experiments import datasets
-from experiments.calibration import sets, statistics, text, text_files
+from experiments.calibration import halves, sets, statistics, text, text_files
+from experiments.calibration.__main__ import RESULTS
 from experiments.calibration.baselines import deep_ensemble, plain, temperature_scaling, timed, validated_noise
-from experiments.calibration.cifar import halves
+from experiments.calibration.cifar import NETWORKS, two_halves
 from experiments.calibration.cifar_resnet import CifarResNet
 from experiments.calibration.methods import METHODS, Method
-from experiments.calibration.networks import mlp
+from experiments.calibration.networks import described, mlp
 from experiments.calibration.prediction import Normal, Predicted, Probabilities, pooled
 from experiments.calibration.problem import Examples, Problem
+from experiments.calibration.published import published_scores
 from experiments.calibration.report import write_report
 from experiments.calibration.run import run_set
 from experiments.calibration.scores import crps, ece_interval, ece_of_perfect, scores_of
@@ -30,7 +32,8 @@ from experiments.calibration.splits import split_table
 from experiments.calibration.stack import StackRecipe, train_stack
 from experiments.calibration.table import CalibrationTable, Key, Line
 from experiments.calibration.trained import table_problems
-from sublaplace import metrics
+from experiments.calibration.training import NetworkRecipe, train_classifier
+from sublaplace import SubspaceLaplace, metrics
 
 # Data -----------------------------------------------------------------------------------------------------------------
 
@@ -198,6 +201,60 @@ def test_the_ensemble_has_the_moments_of_its_mixture() -> None:
     expected = (a - b).square() / 4 + (stds[0] ** 2 + stds[1] ** 2) / 2
     torch.testing.assert_close(found.mean, (a + b) / 2)
     torch.testing.assert_close(found.covariance[:, :, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_halves_share_their_passes_and_get_what_validation_data_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    table_set = toy_set("classification", 200)
+    train, _, _ = split_table(table_set, 0)
+    examples = [
+        Examples(train.inputs[rows], train.targets[rows]) for rows in (slice(60), slice(60, 110), slice(110, 160))
+    ]
+    torch.manual_seed(0)
+    network = mlp(3, 2, width=4).eval()
+    train_classifier(network, examples[0], 0, NetworkRecipe(epochs=3))
+    make = partial(Problem, "toy", 0, "classification", examples[0], examples[0], is_half=True)
+    one = make(examples[1], examples[2], network, network)
+    two = make(examples[2], examples[1], network, network)
+    passes: list[int] = []
+    validation_data = halves.validation_data
+    monkeypatch.setattr(halves, "validation_data", lambda *given: passes.append(1) or validation_data(*given))
+    for name, options in {
+        "ours": {},
+        "ours-validation": {},
+        "ours-last-layer-validation": {"projector": "last-layer"},
+        "ours-subspace-validation": {"complement": None},
+        "ours-kfac-validation": {"projector": None, "complement": "kfac"},
+    }.items():
+        method = next(method for method in METHODS if method.name == name)
+        for problem in (one, two):
+            la = SubspaceLaplace(network, "classification", **options)
+            data = (problem.validation.loader(),) if method.uses_validation else ()
+            expected = la.fit(problem.fit.loader(), *data).predict(problem.test.inputs).probabilities
+            found, seconds = method.predict(problem)
+            assert isinstance(found, Probabilities) and seconds > 0
+            torch.testing.assert_close(found.values, expected.double(), rtol=1e-3, atol=1e-4)
+            assert found.note == f"λ={la.prior_precision:.3g}"
+    assert len(passes) == 2 * 4  # the first two methods share theirs
+
+
+def test_methods_run_where_they_have_what_they_need() -> None:
+    def names(problem: Problem) -> set[str]:
+        return {method.name for method in METHODS if method.applies_to(problem)}
+
+    problem = toy_problem("classification")
+    strong = names(replace(problem, is_half=True)) - names(problem)
+    assert strong == {"ours-last-layer-validation", "ours-subspace-validation", "ours-kfac-validation"}
+    assert "temperature" in names(problem) and "noise-validation" not in names(problem)
+    assert names(problem) - names(replace(problem, members=())) == {"ensemble"}
+    assert names(replace(problem, dropout_network=problem.network)) - names(problem) == {"dropout"}
+    described(problem.network, "mlp", num_inputs=3, num_outputs=2, width=4)
+    peers = {"last-layer", "all", "last-layer-validation", "all-validation"}
+    assert {name for name in names(problem) if "laplace-torch" in name} == {f"laplace-torch-{name}" for name in peers}
+    large = described(mlp(3, 2, width=300), "mlp", num_inputs=3, num_outputs=2, width=300)
+    assert {name for name in names(replace(problem, network=large)) if "laplace-torch" in name} == {
+        "laplace-torch-last-layer",
+        "laplace-torch-last-layer-validation",
+    }
 
 
 def counted_method(name: str, calls: list[int], definition: str = "") -> Method:
@@ -368,19 +425,46 @@ def test_the_report_shows_what_was_run(tmp_path: Path) -> None:
     assert "77" not in written  # a line of another definition of the method
 
 
+def test_strong_networks_stand_beside_published_scores(tmp_path: Path) -> None:
+    table = CalibrationTable(tmp_path / "calibration.csv")
+    method = next(method for method in METHODS if method.name == "temperature")
+    write = partial(Line, task="classification", split=0, method=method.name, version="0", num_test=10, seconds=1.0)
+    for name, kind, nll in (("cifar10", "report", 0.25), ("cifar10-resnet56", "strong", 0.125)):
+        scores = dict.fromkeys(("nll", "ece", "ece_low", "ece_high", "ece_perfect", "brier", "accuracy", "auroc"), nll)
+        table.append(write(dataset=name, kind=kind, fingerprint=method.fingerprint, scores=scores))
+    write_report(table, tmp_path)
+    written = (tmp_path / "CALIBRATION.md").read_text()
+    own = "| temperature scaling * | 0.2500 / 0.2500 / 0.2500 | – | – | 0.1250 / 0.1250 / 0.1250 |"
+    assert own in written and "| VaLLA with Monte Carlo, published | 0.2279 | 0.2112 | 0.1975 | 0.1834 |" in written
+    strong = written.index("## Strong networks")
+    assert written.index("### cifar10\n") < strong < written.index(own) < written.index("### cifar10-resnet56")
+
+
 # Pictures and text ----------------------------------------------------------------------------------------------------
 
 
-def test_the_resnet_has_the_published_size() -> None:
-    network = CifarResNet()
-    assert sum(parameter.numel() for parameter in network.parameters()) == 272_474
+def test_the_plain_resnet20_has_its_published_scores() -> None:
+    line = CalibrationTable(RESULTS).lines()[Key("cifar10", 0, "plain", METHODS[0].fingerprint)]
+    published = {metric: value for (_, method, metric), value in published_scores().items() if method == "plain"}
+    assert set(published) == {"nll", "ece", "brier", "accuracy"}
+    assert published == {metric: f"{line.scores[metric]:.4f}" for metric in published}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_resnets_have_the_published_sizes(name: str) -> None:
+    trained = NETWORKS[name]
+    blocks = (trained.depth - 2) // 6
+    network = CifarResNet(blocks)
+    assert sum(parameter.numel() for parameter in network.parameters()) == trained.num_parameters
+    weighted = [module for module in network.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert len(weighted) == trained.depth + 2  # and the two shortcuts
     assert network.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert {"layer2.0.downsample.0.weight", "layer3.2.bn2.bias", "fc.weight"} <= set(network.state_dict())
+    assert {"layer2.0.downsample.0.weight", f"layer3.{blocks - 1}.bn2.bias", "fc.weight"} <= set(network.state_dict())
 
 
 def test_each_half_of_the_test_set_is_scored_once() -> None:
     examples = Examples(torch.arange(10.0)[:, None], torch.arange(10))
-    first, second = halves(examples, examples, CifarResNet())
+    first, second = two_halves("cifar10", examples, examples, CifarResNet())
     assert torch.equal(first.test.targets, second.validation.targets)
     assert sorted([*first.test.targets.tolist(), *second.test.targets.tolist()]) == list(range(10))
 

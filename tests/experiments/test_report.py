@@ -241,6 +241,9 @@ def test_agreement_counts_cells_within_two_standard_errors() -> None:
     assert (found.cells, found.tested, found.within) == (10, 10, 5)
     assert found.median_difference == pytest.approx(0.05)
     assert agreement(Measurements(rows), published, "eval_uq_extended", "ece", lines) is None
+    moved = agreement(Measurements(rows), published, "eval_uq_extended", "nll", lines, offset=0.5)
+    assert moved is not None
+    assert moved.median_difference == pytest.approx(found.median_difference + 0.5) and moved.within < found.within
 
 
 def test_dead_parameters_show_the_standard_deviation_as_the_paper_does() -> None:

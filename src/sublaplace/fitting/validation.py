@@ -277,7 +277,11 @@ def _counted_batches(
 def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:
     """Return the λ, and with `noise` the factor of σ, of the smallest penalised NLL; None for too few inputs."""
     has_positions = fitted.survey.layout is not None
-    data = (pooled_validation if has_positions else validation_data)(fitted, loader, progress)
+    return chosen_from((pooled_validation if has_positions else validation_data)(fitted, loader, progress), noise)
+
+
+def chosen_from(data: ValidationData | PooledValidation, noise: bool) -> Chosen | None:
+    """Return what `chosen_on` does, from the pass over the validation data."""
     count = data.num_inputs
     if count < FEWEST_INPUTS:
         warn(

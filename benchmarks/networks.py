@@ -1,12 +1,14 @@
-"""The two measured networks, FashionMNIST, and a short training run whose weights are kept on disk.
+"""The measured networks, their data, and a short training run whose weights are kept on disk.
 
-The environment variable SUBLAPLACE_DATA names the folder that holds ``fashion_mnist/*.gz`` (IDX files).
+The environment variable SUBLAPLACE_DATA names the folder that holds ``fashion_mnist/*.gz`` (IDX files), ``cifar10``
+and ``cifar10_resnets``.
 """
 
 from __future__ import annotations
 
 import gzip
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-CACHE = Path(__file__).resolve().parent / ".cache"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from experiments.calibration.cifar_resnet import CifarResNet  # noqa: E402
+
+CACHE = HERE / ".cache"
 EPOCHS = 40
 
 
@@ -40,6 +47,75 @@ class PaperCNN(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.reused(self.reused(self.first(inputs))).flatten(1))
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trained addition of rank r."""
+
+    def __init__(self, fan_in: int, fan_out: int, rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(fan_in, fan_out).requires_grad_(False)
+        self.down, self.up = nn.Linear(fan_in, rank, bias=False), nn.Linear(rank, fan_out, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.frozen(hidden) + self.up(self.down(hidden))
+        return result
+
+
+class TransformerBlock(nn.Module):
+    """Attention with four heads and two layers after it; with `lora`, queries and values alone are trained."""
+
+    def __init__(self, width: int, lora: bool) -> None:
+        super().__init__()
+        linear = LoraLinear if lora else nn.Linear
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.query, self.value = linear(width, width), linear(width, width)
+        self.key, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        if lora:
+            for module in (self.norms, self.key, self.out, self.wide, self.narrow):
+                module.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.norms[0](hidden)
+        q, k, v = (layer(x).unflatten(2, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        scores = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1)
+        hidden = hidden + self.out((scores @ v).transpose(1, 2).flatten(2))
+        result: Tensor = hidden + self.narrow(nn.functional.gelu(self.wide(self.norms[1](hidden))))
+        return result
+
+
+class BertLike(nn.Module):
+    """A frozen encoder of token sequences with LoRA of rank 8, and a trained head: 16,900 of 937,988."""
+
+    def __init__(self, width: int = 128, depth: int = 4, num_outputs: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(1000, width).requires_grad_(False)
+        self.blocks = nn.Sequential(*[TransformerBlock(width, lora=True) for _ in range(depth)])
+        self.head = nn.Linear(width, num_outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.tokens(tokens)).mean(1))
+        return result
+
+
+class VisionTransformer(nn.Module):
+    """A small vision transformer for pictures of 32 × 32 pixels in 16 patches, all of it trained: p = 162,954."""
+
+    def __init__(self, width: int = 64, depth: int = 3, num_outputs: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.blocks = nn.Sequential(*[TransformerBlock(width, lora=False) for _ in range(depth)])
+        self.head = nn.Linear(width, num_outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+        return result
+
+
+def resnet20(num_outputs: int = 10) -> nn.Module:
+    """ResNet20 for CIFAR10: p = 272,474; random weights."""
+    return CifarResNet(num_outputs=num_outputs)
 
 
 def _block(convolution: nn.Conv2d) -> tuple[nn.Module, ...]:

@@ -22,6 +22,7 @@ from sublaplace.fitting.survey import survey_of
 from sublaplace.fitting.tuning import tuned_on
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.options import Options
 from sublaplace.posteriors.weighting import SUBSAMPLE
 from sublaplace.projectors.low_rank import DENSE_ROWS
@@ -315,7 +316,7 @@ class _Rehearsal:
 class _Memory:
     """What the stages hold at once, in bytes; see the table of costs in DESIGN.md."""
 
-    data: int  # the drawn training data
+    data: int  # the drawn training data, and copies of the parameters, one of them in float64
     factors: int  # KFAC's, decomposed
     sums: int  # the same while they are summed and decomposed
     by_row: int  # a chunk of a pass for sums over rows
@@ -337,19 +338,22 @@ class _Memory:
         inputs = engine.to_device(rehearsal.inputs)
         samples = options.resources.samples(C) or C
         per_input = _bytes(inputs) // num_inputs(inputs)
-        factors = sum(_factor_entries(shape) for shape in engine.layout.shapes)
-        largest = max(_sides(shape)[1] for shape in engine.layout.shapes)
+        alone = options.projector is not None and options.projector.last_layer and options.outside is None
+        wanted = Wanted(names=frozenset(engine.last_linear())) if alone and engine.ends_linear() else ROWS
+        shapes = [engine.layout.shape(name) for name in engine.layout.names if wanted.includes((name,))]
+        factors = sum(_factor_entries(shape) for shape in shapes)
+        largest = max(_sides(shape)[1] for shape in shapes)
         subspace = fitted.posterior.subspace
         matrix = p * (subspace.dim if subspace is not None else 0) * item if options.num_vectors else 0
         posterior = fitted.posterior.stored()[0].values()
         fits_weight = options.outside is not None and options.outside.fits_weight
         drawn = real.subspace_inputs + (SUBSAMPLE if fits_weight or options.leaves_one_out else 0)
         return cls(
-            data=per_input * min(real.num_data, drawn),
+            data=per_input * min(real.num_data, drawn) + p * (2 * item + 8),
             factors=factors * item,
             sums=factors * (8 + item) + 3 * 8 * largest**2,
-            by_row=engine.chunk_bytes(inputs, real.num_data, samples, row_by_row=True),
-            chunk=engine.chunk_bytes(inputs, real.num_data, C),
+            by_row=engine.chunk_bytes(inputs, real.num_data, samples, True, wanted),
+            chunk=engine.chunk_bytes(inputs, real.num_data, C, wanted=wanted),
             rows=min(real.rows * p * item, budget) + 3 * 8 * min(real.rows, DENSE_ROWS) ** 2,
             vectors=matrix,
             beside=(3 if options.outside is not None else 0) * matrix,
@@ -366,7 +370,7 @@ class _Memory:
             "prior precision": self.data + self.sums + self.by_row,
             "layers' units": self.data + self.sums + self.by_row,
             "complement": self.data + self.sums + self.by_row,
-            "last layer": self.by_row,
+            "last layer": self.data + self.by_row,
             "full posterior": self.held * 4 + self.chunk,
             "projector": self.data + max(self.sums + self.by_row, self.factors + self.rows + self.vectors + self.chunk),
             "complement's weight": self.data + self.held + self.weighted + self.beside,

@@ -1,8 +1,9 @@
 """How right `SubspaceLaplace.estimate` is: estimated and measured fits of six networks, from 10 k to 11 M parameters.
 
 Run ``python benchmarks/estimate.py``, with the data of the experiments. Each network is estimated in one fresh process
-and fitted in another, with one thread, after the fit of a tiny network. Seconds are processor seconds by default, which other work on the machine
-disturbs least. Peak memory is what the process takes in addition to imports, network and data.
+and fitted in another, with one thread, after the fit of a tiny network. Seconds are processor seconds by default, which
+other work on the machine disturbs least. Peak memory is what the process takes in addition to imports, network and
+data.
 """
 
 from __future__ import annotations

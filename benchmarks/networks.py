@@ -114,7 +114,7 @@ class VisionTransformer(nn.Module):
 
 
 def resnet20(num_outputs: int = 10) -> nn.Module:
-    """ResNet20 for CIFAR10: p = 272,474; random weights."""
+    """ResNet20 for CIFAR10: p = 272,474 with 10 classes, 278,324 with 100."""
     return CifarResNet(num_outputs=num_outputs)
 
 
@@ -122,21 +122,66 @@ def _block(convolution: nn.Conv2d) -> tuple[nn.Module, ...]:
     return convolution, nn.ReLU(), nn.MaxPool2d(2)
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"peers-cnn": peers_cnn, "paper-cnn": PaperCNN}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "peers-cnn": peers_cnn,
+    "paper-cnn": PaperCNN,
+    "resnet20": resnet20,
+    "resnet20-100": lambda: resnet20(100),
+    "bert-lora": BertLike,
+}
+PUBLISHED = {"resnet20": "cifar10_resnets/resnet20.safetensors"}
+"""Trained weights that others published, below SUBLAPLACE_DATA."""
 
 
 def build(name: str, weights: str) -> nn.Module:
     """The named network with its "random" or "trained" weights, the same on every call."""
     torch.manual_seed(0)
     network = NETWORKS[name]()
-    return trained(network, name) if weights == "trained" else network
+    if weights == "random":
+        return network
+    if name in PUBLISHED:
+        network.load_state_dict(load_file(_data_folder() / PUBLISHED[name]))
+        return network
+    return trained(network, name)
+
+
+def data_for(name: str, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` training inputs and labels of the named network; tokens, and 100 labels, are drawn."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "bert-lora":
+        tokens = torch.randint(1, 1000, (count, 32), generator=generator)
+        return tokens, torch.randint(4, (count,), generator=generator)
+    if name.startswith("resnet20"):
+        inputs, labels = (tensor[:count].clone() for tensor in _few_cifar10())
+        return inputs, torch.randint(100, (count,), generator=generator) if name == "resnet20-100" else labels
+    inputs, labels = fashion_mnist("train")
+    return inputs[:count].clone(), labels[:count].clone()
+
+
+def _few_cifar10(count: int = 2000) -> tuple[Tensor, Tensor]:
+    """The first training pictures of CIFAR10 in the scale of the published weights, kept on disk: unpacking is slow."""
+    path = CACHE / f"cifar10-{count}.safetensors"
+    if not path.exists():
+        from experiments.calibration.cifar import MEAN, STD
+        from experiments.colour_images import CIFAR10_MEAN, CIFAR10_STD, cifar10, pixels_of, scaled
+
+        dataset = cifar10()
+        images = scaled(pixels_of(dataset.train_inputs[:count], CIFAR10_MEAN, CIFAR10_STD), MEAN, STD)
+        CACHE.mkdir(exist_ok=True)
+        save_file({"images": images.contiguous(), "labels": dataset.train_targets[:count].contiguous()}, path)
+    found = load_file(path)
+    return found["images"], found["labels"]
+
+
+def _data_folder() -> Path:
+    if "SUBLAPLACE_DATA" not in os.environ:
+        raise RuntimeError("set SUBLAPLACE_DATA to the folder that holds the data sets, see the top of networks.py")
+    return Path(os.environ["SUBLAPLACE_DATA"])
 
 
 def fashion_mnist(split: str) -> tuple[Tensor, Tensor]:
     """Inputs (n, 1, 28, 28) scaled to [-1, 1] and labels (n,) of the split "train" or "t10k"."""
-    if "SUBLAPLACE_DATA" not in os.environ:
-        raise RuntimeError("set SUBLAPLACE_DATA to the folder that holds fashion_mnist/*.gz")
-    folder = Path(os.environ["SUBLAPLACE_DATA"]) / "fashion_mnist"
+    folder = _data_folder() / "fashion_mnist"
     pixels = _idx(folder / f"{split}-images-idx3-ubyte.gz", header=16).view(-1, 1, 28, 28)
     labels = _idx(folder / f"{split}-labels-idx1-ubyte.gz", header=8)
     return (pixels / 255 - 0.5) / 0.5, labels.long()
@@ -187,5 +232,5 @@ def accuracy(network: nn.Module) -> float:
 
 
 if __name__ == "__main__":
-    for name in NETWORKS:
+    for name in ("peers-cnn", "paper-cnn"):
         print(f"{name}: accuracy on the test set {accuracy(build(name, 'trained')):.3f}")

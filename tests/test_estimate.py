@@ -155,6 +155,8 @@ def test_tuning_and_leave_one_out_grow_with_their_own_inputs():
     more = dataclasses.replace(SIZES, validated=90, left_out=120)
     assert scaled_stage("validation", stage, SIZES, more, RATES) == pytest.approx(3.0)
     assert scaled_stage("leave-one-out", stage, SIZES, more, RATES) == pytest.approx(2.0)
+    algebra = Stage(1.0, None, in_factorisations=0.7)  # which is the same for any number of validation inputs
+    assert scaled_stage("validation", algebra, SIZES, more, RATES) == pytest.approx(0.7 + 3 * 0.3)
 
 
 def test_the_gram_matrix_of_subspace_inputs_grows_with_their_square():
@@ -182,6 +184,8 @@ def test_a_fit_says_how_much_of_a_stage_were_passes():
         assert 0 < stage.in_passes <= stage.seconds
     assert la.stages["prior precision"].in_factorisations > 0
     assert la.stages["leave-one-out"].in_passes == 0
+    validation = la.tuned(classes(60, seed=1)).stages["validation"]
+    assert 0 < validation.in_factorisations < validation.seconds
 
 
 # The number of data ---------------------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ def scaled_stage(name: str, stage: Stage, rehearsed: Sizes, real: Sizes, rates: 
     rows, and their eigenvectors, are counted apart, because they grow faster.
     """
     if name == "validation":
-        return stage.seconds * real.validated / max(1, rehearsed.validated)
+        growth = real.validated / max(1, rehearsed.validated)
+        return stage.in_factorisations + (stage.seconds - stage.in_factorisations) * growth
     if name == "leave-one-out":
         return stage.seconds * real.left_out / max(1, rehearsed.left_out)
     if name == "complement's weight":
@@ -248,7 +249,7 @@ class Estimator:
         self, engine: Linearization, num_outputs: int, positions: bool, real: Sizes, count: int
     ) -> "_Rehearsal":
         """Run the fit, the tuning and a prediction with `count` inputs."""
-        data, reading = _first(self.loader, count)
+        data, reading, batch_size = _first(self.loader, count)
         others = [] if self.val_loader is None else _first(self.val_loader, count)[0]
         sizes = self._sizes(engine, num_outputs, positions, _total(data), _total(others), count)
         options, budget = self._shortened(count), engine.memory_budget
@@ -268,7 +269,7 @@ class Estimator:
                 again = _seconds(lambda: survey_of(loader, fitted.linearization, options.likelihood, estimate=False))
             self.predict(fitted, data[0].inputs)  # what it keeps for the next time is made
             predicting = _seconds(lambda: self.predict(fitted, data[0].inputs)) / num_inputs(data[0].inputs)
-        return _Rehearsal(fitted, options, sizes, data[0].inputs, taken, again, predicting, reading)
+        return _Rehearsal(fitted, options, sizes, data[0].inputs, taken, again, predicting, reading, batch_size)
 
     def _shortened(self, count: int) -> Options:
         """Return the options of a rehearsal, with at most `count` of the subspace inputs that were given."""
@@ -310,6 +311,7 @@ class _Rehearsal:
     survey: float  # seconds of one, without probing the network
     prediction: float  # seconds per input
     reading: float  # seconds per input
+    batch_size: int  # of the user's loader
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,7 @@ class _Memory:
     left_out: int
     weighted: int
     validated: int
+    swept: int  # the algebra of a sweep over λ in s dimensions, and the rows of a batch
     held: int  # the posterior
 
     @classmethod
@@ -360,6 +363,9 @@ class _Memory:
             left_out=5 * 8 * real.left_out * C * (DIMENSIONS + 1),
             weighted=3 * 8 * max(real.weighted) * C * p,
             validated=_VALIDATION_POINTS * 8 * real.validated * C,
+            swept=8 * fitted.posterior.dim * (3 * fitted.posterior.dim + 3 * C * rehearsal.batch_size)
+            if subspace
+            else 0,
             held=sum(tensor.numel() * tensor.element_size() for tensor in posterior),
         )
 
@@ -375,7 +381,7 @@ class _Memory:
             "projector": self.data + max(self.sums + self.by_row, self.factors + self.rows + self.vectors + self.chunk),
             "complement's weight": self.data + self.held + self.weighted + self.beside,
             "leave-one-out": self.data + self.held + self.left_out + self.chunk,
-            "validation": self.held + self.validated + self.chunk,
+            "validation": self.held + self.validated + self.swept + self.chunk,
             "KFAC's traces": self.held + self.chunk,
             "prediction": self.held + self.chunk,
         }.get(name, self.data + self.factors + self.vectors + self.beside + self.chunk)
@@ -392,19 +398,19 @@ def _factor_entries(shape: torch.Size) -> int:
     return inputs**2 + (outputs if outputs > DENSE_OUTPUTS else outputs**2)
 
 
-def _first(loader: Iterable[Any], count: int) -> tuple[list[Batch], float]:
-    """Return batches with the first `count` inputs of a loader, and the seconds per input of reading."""
+def _first(loader: Iterable[Any], count: int) -> tuple[list[Batch], float, int]:
+    """Return batches with the first `count` inputs of a loader, the seconds per input of reading, and a batch's size."""
     parts: list[Batch] = []
-    left, read, start = count, 0, time.perf_counter()
+    left, read, largest, start = count, 0, 0, time.perf_counter()
     for batch in batches(loader):
         n = num_inputs(batch.inputs)
         some = slice(0, min(left, n))
         weights = None if batch.weights is None else batch.weights[some]
         parts.append(Batch(select(batch.inputs, some), batch.targets[some], weights))
-        left, read = left - n, read + n
+        left, read, largest = left - n, read + n, max(largest, n)
         if left <= 0:
             break
-    return parts, (time.perf_counter() - start) / read
+    return parts, (time.perf_counter() - start) / read, largest
 
 
 def _total(parts: list[Batch]) -> int:

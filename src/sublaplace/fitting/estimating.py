@@ -347,7 +347,8 @@ class _Memory:
         factors = sum(_factor_entries(shape) for shape in shapes)
         largest = max(_sides(shape)[1] for shape in shapes)
         subspace = fitted.posterior.subspace
-        matrix = p * (subspace.dim if subspace is not None else 0) * item if options.num_vectors else 0
+        s = 0 if subspace is None else subspace.dim
+        matrix = p * s * item if options.num_vectors else 0
         posterior = fitted.posterior.stored()[0].values()
         fits_weight = options.outside is not None and options.outside.fits_weight
         drawn = real.subspace_inputs + (SUBSAMPLE if fits_weight or options.leaves_one_out else 0)
@@ -363,9 +364,7 @@ class _Memory:
             left_out=5 * 8 * real.left_out * C * (DIMENSIONS + 1),
             weighted=3 * 8 * max(real.weighted) * C * p,
             validated=_VALIDATION_POINTS * 8 * real.validated * C,
-            swept=8 * fitted.posterior.dim * (3 * fitted.posterior.dim + 3 * C * rehearsal.batch_size)
-            if subspace
-            else 0,
+            swept=3 * 8 * s * (s + C * rehearsal.batch_size),
             held=sum(tensor.numel() * tensor.element_size() for tensor in posterior),
         )
 
@@ -399,7 +398,7 @@ def _factor_entries(shape: torch.Size) -> int:
 
 
 def _first(loader: Iterable[Any], count: int) -> tuple[list[Batch], float, int]:
-    """Return batches with the first `count` inputs of a loader, the seconds per input of reading, and a batch's size."""
+    """Return batches with the first `count` inputs of a loader, seconds of reading per input, and the largest batch."""
     parts: list[Batch] = []
     left, read, largest, start = count, 0, 0, time.perf_counter()
     for batch in batches(loader):

@@ -15,7 +15,7 @@ endif
 .DELETE_ON_ERROR:
 # Two pip runs must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help venv soak coverage test-matrix calibration demo examples gallery docs docs-check test format bench reproduce reproduce-smoke report dist dist-check clean distclean
+.PHONY: help venv soak coverage test-matrix calibration demo examples gallery docs docs-check test test-slow format bench bench-quick reproduce reproduce-smoke report dist dist-check clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,7 +47,10 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto -m "not slow"
+
+test-slow: $(VENV)/.stamp-test  ## run the tests that take long, such as scikit-learn's checks of the estimators (minutes)
+	$(BIN)/python -m pytest -q -n auto -m slow
 
 # Limited to a quarter of an hour; the counts of all runs are added up in results/soak.json.
 soak: $(VENV)/.stamp-test  ## kill fits and ranks, fill the disk, damage files, interrupt predictions (15 minutes)
@@ -70,6 +73,9 @@ format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 
 bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(VENV)/.stamp-experiments  ## run the benchmarks of the cases users have (under ten minutes)
+	$(BIN)/python benchmarks/run.py --quick --output benchmarks/RESULTS.md
 
 reproduce: $(VENV)/.stamp-experiments $(VENV)/.stamp-efficientnet  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)
 	$(BIN)/python -m experiments train all

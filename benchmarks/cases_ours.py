@@ -27,6 +27,7 @@ from sublaplace.curvature.reduced import reduced_ggn
 from sublaplace.model.likelihoods.links import probit
 
 BATCH_SIZE = 500  # of the loader; the library cuts batches into chunks of its own
+USERS_BATCH_SIZE = 50  # of the networks that users have, whose forward passes take whole batches
 
 
 def curvature_stream(network: nn.Module, inputs: Tensor, targets: Tensor) -> CurvatureStream:
@@ -109,6 +110,51 @@ def isotropic_projector_and_posterior(network: nn.Module, inputs: Tensor, target
     return run
 
 
+def last_layer_fit(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Fit the posterior of the last layer, exact or with Kronecker factors by its size, as a user does."""
+    return lambda: _last_layer(network).fit(_loader(inputs, targets))
+
+
+def last_layer_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Predict with the posterior of the last layer and the probit link; fitted untimed."""
+    posterior = _last_layer(network).fit(_loader(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS]))
+    batches = inputs.split(USERS_BATCH_SIZE)
+    return lambda: [posterior(x, link="probit") for x in batches]
+
+
+def default_fit(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Fit the default posterior, λ by leave-one-out, as a user does."""
+    return lambda: SubspaceLaplace(network, "classification").fit(_loader(inputs, targets))
+
+
+def default_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Predict with the default posterior and the probit link; fitted untimed, λ given."""
+    posterior = _default(network, inputs, targets)
+    batches = inputs.split(USERS_BATCH_SIZE)
+    return lambda: [posterior(x, link="probit") for x in batches]
+
+
+def default_tuning(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Tune λ of the default posterior on these inputs; fitted untimed."""
+    posterior = _default(network, inputs, targets)
+    return lambda: posterior.tuned(_loader(inputs, targets))
+
+
+def _default(network: nn.Module, inputs: Tensor, targets: Tensor) -> SubspaceLaplace:
+    posterior = SubspaceLaplace(network, "classification", prior_precision=PRIOR_PRECISION)
+    return posterior.fit(_loader(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS]))
+
+
+def _last_layer(network: nn.Module) -> SubspaceLaplace:
+    return SubspaceLaplace(
+        network, "classification", projector="last-layer", complement=None, prior_precision=PRIOR_PRECISION
+    )
+
+
+def _loader(inputs: Tensor, targets: Tensor) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(inputs, targets), USERS_BATCH_SIZE)
+
+
 CASES: dict[str, Setup] = {
     "sublaplace/kfac-fit": kfac_fit,
     "sublaplace/diagonal-fit": diagonal_fit,
@@ -117,4 +163,9 @@ CASES: dict[str, Setup] = {
     "sublaplace/projector-and-posterior": projector_and_posterior,
     "sublaplace/projector-and-posterior-with-kfac": projector_and_posterior_with_kfac,
     "sublaplace/isotropic-projector-and-posterior": isotropic_projector_and_posterior,
+    "sublaplace/last-layer-fit": last_layer_fit,
+    "sublaplace/last-layer-prediction": last_layer_prediction,
+    "sublaplace/default-fit": default_fit,
+    "sublaplace/default-prediction": default_prediction,
+    "sublaplace/default-tuning": default_tuning,
 }

@@ -41,6 +41,10 @@ BATCH_SIZES: dict[str, int] = {
     "laplace-torch/backpack/diagonal-fit": 50,
     "laplace-torch/backpack/kfac-prediction": 50,
     "laplace-torch/backpack/isotropic-projector-and-posterior": 50,
+    "laplace-torch/full/last-layer-fit": 50,
+    "laplace-torch/full/last-layer-prediction": 50,
+    "laplace-torch/kfac/last-layer-fit": 50,
+    "laplace-torch/kfac/last-layer-prediction": 50,
     "curvlinops/kfac-factors": 50,
     "authors/projector-and-posterior": 1,
     "authors/projector-and-posterior-with-kfac": 1,
@@ -61,6 +65,9 @@ def cases(batch_sizes: Mapping[str, int]) -> dict[str, Setup]:
         factories[f"laplace-torch/{name}/kfac-fit"] = laplace_fit(backend, "kron")
         factories[f"laplace-torch/{name}/diagonal-fit"] = laplace_fit(backend, "diag")
         factories[f"laplace-torch/{name}/kfac-prediction"] = laplace_prediction(backend)
+    for name, structure in {"full": "full", "kfac": "kron"}.items():
+        factories[f"laplace-torch/{name}/last-layer-fit"] = laplace_last_layer_fit(structure)
+        factories[f"laplace-torch/{name}/last-layer-prediction"] = laplace_last_layer_prediction(structure)
     return {name: factory(batch_sizes[name]) for name, factory in sorted(factories.items())}
 
 
@@ -90,6 +97,44 @@ def laplace_prediction(backend: type[CurvatureInterface]) -> Callable[[int], Set
         return setup
 
     return factory
+
+
+def laplace_last_layer_fit(structure: str) -> Callable[[int], Setup]:
+    """Fit laplace-torch's posterior of the last layer, with its default backend."""
+
+    def factory(batch_size: int) -> Setup:
+        def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+            loader = DataLoader(TensorDataset(inputs, targets), batch_size)
+            return lambda: _last_layer(network, structure).fit(loader)
+
+        return setup
+
+    return factory
+
+
+def laplace_last_layer_prediction(structure: str) -> Callable[[int], Setup]:
+    """Linearised prediction (probit) of laplace-torch's posterior of the last layer, which is fitted untimed."""
+
+    def factory(batch_size: int) -> Setup:
+        def setup(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+            posterior = _last_layer(network, structure)
+            posterior.fit(DataLoader(TensorDataset(inputs[:NUM_FIT_INPUTS], targets[:NUM_FIT_INPUTS]), 50))
+            batches = inputs.split(batch_size)
+            return lambda: torch.cat([posterior(x, pred_type="glm", link_approx="probit") for x in batches])
+
+        return setup
+
+    return factory
+
+
+def _last_layer(network: nn.Module, structure: str) -> ParametricLaplace:
+    return Laplace(
+        network,
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure=structure,
+        prior_precision=PRIOR_PRECISION,
+    )
 
 
 def laplace_ella(batch_size: int) -> Setup:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from networks import NETWORKS, build, fashion_mnist
+from networks import NETWORKS, build, data_for
 from protocol import NUM_SUBSPACE_INPUTS, NUM_THREADS, Setup
 from torch import Tensor, nn
 
@@ -66,14 +66,24 @@ def busy_seconds() -> float:
     return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
-def duration(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+"""What seconds are; those of the processor, with one thread, are for machines that other work disturbs."""
+
+
+def duration(run: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(
-    setup: Setup, network: nn.Module, inputs: Tensor, targets: Tensor, repetitions: int, proportional: bool
+    setup: Setup,
+    network: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    repetitions: int,
+    proportional: bool,
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Seconds of each repetition for all inputs, cores that other work took meanwhile, and added peak memory."""
     release_memory()
@@ -84,7 +94,7 @@ def measure(
 
     probe_size = min(NUM_SUBSPACE_INPUTS, len(inputs))
     probe = prepared(probe_size)
-    foretold = duration(probe) / probe_size * len(inputs)
+    foretold = duration(probe, clock) / probe_size * len(inputs)
     del probe
     extrapolated = proportional and foretold > MAXIMUM_SECONDS
     count = probe_size if extrapolated else len(inputs)
@@ -96,7 +106,7 @@ def measure(
     start = time.perf_counter()
     seconds: list[float] = []
     while not seconds or (len(seconds) < repetitions and sum(seconds) < REPETITION_SECONDS):
-        seconds.append(duration(run) / count * len(inputs))
+        seconds.append(duration(run, clock) / count * len(inputs))
     others = busy_seconds() - time.process_time() - others
     return {
         "seconds": seconds,
@@ -115,17 +125,18 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1000)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--batch-size", type=int, help="instead of the peer's best")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     arguments = parser.parse_args()
 
-    torch.set_num_threads(NUM_THREADS)
+    torch.set_num_threads(1 if arguments.clock == "processor" else NUM_THREADS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     network = build(arguments.network, arguments.weights).eval()
-    inputs, targets = (tensor[: arguments.inputs].clone() for tensor in fashion_mnist("train"))
+    inputs, targets = data_for(arguments.network, arguments.inputs)
     result = vars(arguments)
     try:
         setup, result["batch_size"] = find_case(arguments.case, arguments.batch_size)
-        proportional = "projector" not in arguments.case
-        result |= measure(setup, network, inputs, targets, arguments.repetitions, proportional)
+        proportional = not any(part in arguments.case for part in ("projector", "default", "tuning"))
+        result |= measure(setup, network, inputs, targets, arguments.repetitions, proportional, CLOCKS[arguments.clock])
     except Exception as error:  # a peer's refusal is a result too, whatever its type
         result["error"] = f"{type(error).__name__}: {error}"
     json.dump(result, sys.stdout)

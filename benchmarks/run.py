@@ -21,8 +21,21 @@ from make_environment import make_environment
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
 DISTURBANCE = 0.1  # cores
-NETWORKS = ["peers-cnn", "paper-cnn"]
+NETWORKS = ["peers-cnn", "paper-cnn", "resnet20", "resnet20-100", "bert-lora"]
 WEIGHTS = ["random", "trained"]
+
+# Networks that users have, with the weights they are measured with, and the cases measured on them.
+USERS_NETWORKS = {"resnet20": ["trained"], "resnet20-100": ["random"], "bert-lora": ["random"]}
+USERS_TASKS = {
+    "last-layer-fit": 500,
+    "last-layer-prediction": 500,
+    "default-fit": 100,
+    "default-prediction": 100,
+    "default-tuning": 100,
+}
+"""Their tasks, with the number of inputs."""
+
+QUICK_HEADING = "# The cases users have, in short"
 
 # What each of our cases stands beside; the subspace prediction also beside predictions over all weights.
 COMPARED_TASKS = {
@@ -33,6 +46,8 @@ COMPARED_TASKS = {
     "projector-and-posterior": ["projector-and-posterior"],
     "projector-and-posterior-with-kfac": ["projector-and-posterior-with-kfac"],
     "isotropic-projector-and-posterior": ["isotropic-projector-and-posterior"],
+    "last-layer-fit": ["last-layer-fit"],
+    "last-layer-prediction": ["last-layer-prediction"],
 }
 
 # What we aim at: our time over that of the fastest peer, on random and on trained weights. Where it is missed, the
@@ -42,6 +57,8 @@ AIMS = {
     "diagonal-fit": {"random": 2 / 3, "trained": 1 / 3},
     "kfac-prediction": {"random": 1 / 8, "trained": 1 / 8},
     "projector-and-posterior": {"random": 1 / 30, "trained": 1 / 30},
+    "last-layer-fit": {"random": 0.8, "trained": 0.8},
+    "last-layer-prediction": {"random": 0.8, "trained": 0.8},
 }
 
 # Cases whose Jacobians come from jacrev of a batch, at a batch that users usually have: network, ours beside them.
@@ -86,6 +103,21 @@ def task(case: str) -> str:
 
 def is_ours(case: str) -> bool:
     return case.startswith("sublaplace/")
+
+
+def num_inputs(case: str, inputs: int) -> int:
+    """How many inputs a case is measured with."""
+    return PROJECTOR_INPUTS if "projector" in case else USERS_TASKS.get(task(case), inputs)
+
+
+def settings_of(networks: list[str], weights: list[str]) -> list[Setting]:
+    """Networks with the weights that they are measured with."""
+    return [(network, one) for network in networks for one in USERS_NETWORKS.get(network, weights)]
+
+
+def applies(case: str, network: str) -> bool:
+    """Whether a case is measured on a network: users' tasks on users' networks, all others on the small ones."""
+    return (task(case) in USERS_TASKS) == (network in USERS_NETWORKS)
 
 
 def milliseconds(rounds: list[Measurement]) -> list[float]:
@@ -217,6 +249,38 @@ def report(
     return "\n".join(lines) + "\n"
 
 
+def quick_report(
+    about: dict[str, Any], results: dict[Setting, dict[str, list[Measurement]]], num_rounds: int, clock: str
+) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
+    lines = [
+        QUICK_HEADING,
+        "",
+        "Written by `python benchmarks/run.py --quick --output benchmarks/RESULTS.md`, or `make bench-quick`.",
+        "",
+        f"- Versions: {versions}. Rounds: {num_rounds}.",
+        "- Milliseconds are those of the clock, with two threads."
+        if clock == "wall"
+        else "- Milliseconds are those of the processor, with one thread: the machine had other work, which still "
+        "disturbs them, by up to a third from round to round.",
+        "- resnet20 has published weights and CIFAR10's training pictures. resnet20-100 has a head of 100 classes and "
+        "random weights. bert-lora has drawn tokens, and random weights of which LoRA's and the head's are Bayesian.",
+        "- Last layer: 500 inputs, λ given; the library's own choice is exact up to 5,000 parameters and Kronecker "
+        "factors beyond. Default: 100 inputs; its fit chooses λ by leave-one-out.",
+        "- The default posterior has no peer that does the same. laplace-torch's Jacobians of all weights are left "
+        "out: for a ResNet20 they would take hours.",
+    ]
+    for (network, weights), table in results.items():
+        lines += ["", f"## {network}, {weights} weights", "", *case_table(table), "", *ratio_table(table)]
+    return "\n".join(lines) + "\n"
+
+
+def write_section(path: Path, text: str) -> None:
+    """Write the quick report at the end of a file, in place of an earlier one."""
+    before = path.read_text().split(QUICK_HEADING)[0].rstrip("\n") + "\n\n" if path.exists() else ""
+    path.write_text(before + text)
+
+
 def share_lines(python: Path, results: dict[Setting, dict[str, list[Measurement]]]) -> list[str]:
     """For every aim that is missed, what our time goes into, measured in a process of its own."""
     lines: list[str] = []
@@ -283,32 +347,44 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--inputs", type=int, default=300)
-    parser.add_argument("--quick", action="store_true", help="one round, 200 inputs")
+    parser.add_argument("--quick", action="store_true", help="the cases users have, two rounds (under ten minutes)")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "processor"],
+        default="wall",
+        help="with --quick: processor seconds of one thread, for a machine that other work disturbs",
+    )
     parser.add_argument("--roofline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", type=Path, help="where to write the report of an incomplete run")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.rounds, arguments.inputs = 1, 200
+        arguments.networks = [name for name in arguments.networks if name in USERS_NETWORKS]
 
     python = make_environment()
-    if "trained" in arguments.weights:
+    settings = settings_of(arguments.networks, arguments.weights)
+    if any(weights == "trained" and network not in USERS_NETWORKS for network, weights in settings):
         subprocess.run([python, "networks.py"], cwd=HERE, check=True)
     about = description(python)
     cases = interleaved(case for case in about["cases"] if any(part in case for part in arguments.only))
-    settings = [(network, weights) for network in arguments.networks for weights in arguments.weights]
     results: dict[Setting, dict[str, list[Measurement]]] = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
         for network, weights in settings:
-            for case in cases:
+            for case in (case for case in cases if applies(case, network)):
                 rounds = results[network, weights][case]
                 if rounds and "error" in rounds[-1]:
                     continue
-                inputs = PROJECTOR_INPUTS if "projector" in case else arguments.inputs
-                one = measured(python, case, network=network, weights=weights, inputs=inputs)
+                inputs = num_inputs(case, arguments.inputs)
+                one = measured(python, case, network=network, weights=weights, inputs=inputs, clock=arguments.clock)
                 rounds.append(one)
                 outcome = short(one["error"]) if "error" in one else spread(milliseconds([one])) + " ms an input"
                 print(f"round {number + 1}, {network}, {weights}, {case}: {outcome}", flush=True)
 
+    if arguments.quick:
+        text = quick_report(about, results, arguments.rounds, arguments.clock)
+        print(text)
+        if arguments.output:
+            write_section(arguments.output, text)
+        return
     text = report(about, results, arguments.inputs, arguments.rounds)
     if "random" in arguments.weights:
         text += "\n".join(usual_batch_lines(python, cases)) + "\n"
@@ -316,11 +392,7 @@ def main() -> None:
     if arguments.roofline:
         text += "\n".join(roofline_lines([roofline(python, weights) for weights in arguments.weights])) + "\n"
     print(text)
-    complete = (
-        settings == [(network, weights) for network in NETWORKS for weights in WEIGHTS]
-        and len(cases) == len(about["cases"])
-        and not arguments.quick
-    )
+    complete = settings == settings_of(NETWORKS, WEIGHTS) and len(cases) == len(about["cases"])
     output = RESULTS if complete else arguments.output
     if output:
         output.write_text(text)

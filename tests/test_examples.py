@@ -48,6 +48,7 @@ def test_the_huggingface_example_finds_the_best_temperature():
     assert huggingface_lora.temperature(logits, labels) == pytest.approx(2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_comparison_with_gaussian_processes_has_all_methods():
     found = sklearn_comparison.comparison(seeds=1, max_iter=3, num_train=110)
     assert len(found) == 2 * 5
@@ -61,6 +62,7 @@ def test_the_comparison_with_gaussian_processes_has_all_methods():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.slow
 def test_the_example_of_training_compares_every_way():
     lines = training_by_evidence.table(seeds=2, epochs=2).splitlines()
     assert len(lines) == 2 + 2 * 4

@@ -17,7 +17,7 @@ from sublaplace.runtime import memory
 MIB = 2**20
 BUDGET = 96 * MIB
 SMALL = 24 * MIB  # what the libraries themselves take when first used
-NEEDS_EXTRA = {"sublaplace.botorch"}  # and makes no estimates of its own
+NEEDS_EXTRA = {"sublaplace.botorch", "sublaplace.lightning"}  # and make no estimates of their own
 MODULES = [
     importlib.import_module(info.name)
     for info in pkgutil.walk_packages(sublaplace.__path__, "sublaplace.")

@@ -33,6 +33,7 @@ from sublaplace.model.calling import call_model
 from sublaplace.model.likelihoods.at_positions import AtPositions, at_positions, restored_likelihood
 from sublaplace.model.likelihoods.links import mean_softmax
 from sublaplace.model.output_layout import FlatOutputs, OutputLayout
+from sublaplace.runtime.stopwatch import Stopwatch
 from tests.dense_reference import pairwise_probabilities
 
 C, N, PRIOR = 3, 7, 0.7
@@ -602,7 +603,7 @@ def test_validation_sees_what_other_priors_predict(name, kind):
     options = POSTERIORS[name]
     la = SubspaceLaplace(model, likelihood_of(kind), prior_precision=PRIOR, **options).fit([(x, y)])
     new, labels = inputs_of(kind, 12, seed=5), labels_of(kind, 12, seed=6)
-    data = pooled_validation(la._state, [(new[:5], labels[:5]), (new[5:], labels[5:])])
+    data = pooled_validation(la._state, [(new[:5], labels[:5]), (new[5:], labels[5:])], Stopwatch())
     for tau in data.taus[::6].tolist():
         expected = la.with_prior(tau).evaluate([(new, labels)]).posterior.scores["nll"]
         assert data.loss(log(tau)) == pytest.approx(expected, rel=1e-7)
@@ -623,7 +624,7 @@ def test_validation_tunes_the_noise_of_all_entries():
     new = inputs_of("sequence", 15, seed=5)
     targets = model(new).detach() + 0.3 * drawn(15, 4, C, seed=6)
     mask = torch.rand(15, 4, C, generator=torch.Generator().manual_seed(6)) < 0.7
-    data = pooled_validation(la._state, [(new, targets.where(mask, 50.0), mask)])
+    data = pooled_validation(la._state, [(new, targets.where(mask, 50.0), mask)], Stopwatch())
     tau, sigma = float(data.taus[12]), la.noise_std
     loss, factor = data.loss_and_factor(log(tau), 0.25)
     # V(τ)/scale of the posterior with this τ, and σ², both times c².

@@ -21,6 +21,7 @@ from sublaplace.fitting.fitted import Fitted
 from sublaplace.fitting.validation import ValidationData, chosen_from, validation_data
 from sublaplace.model.calling import call_model
 from sublaplace.model.likelihoods.links import log_probabilities
+from sublaplace.runtime.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,5 +84,5 @@ def _posterior(network: nn.Module, train: Examples, projector: str | None, compl
 @lru_cache(maxsize=2)
 def _half(posterior: _Posterior, examples: Examples) -> _Half:
     start = time.process_time()
-    data = validation_data(posterior.fitted, examples.loader())
+    data = validation_data(posterior.fitted, examples.loader(), Stopwatch())
     return _Half(data, time.process_time() - start)

@@ -6,6 +6,7 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.precision import BlockPrecision, isotropic_precision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.subspace_inputs import Drawn, Perturbed
+from sublaplace.fitting.estimating import Estimate
 from sublaplace.fitting.map_training import Training, train
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.chunks import ChunkPolicy
@@ -46,6 +47,7 @@ __all__ = [
     "DensePrecision",
     "Drawn",
     "DualPrecision",
+    "Estimate",
     "Gaussian",
     "Jacobian",
     "Jacobians",

@@ -17,6 +17,7 @@ from sublaplace.data.loaders import Chained, checked_loader, with_labels_under
 from sublaplace.data.subspace_inputs import joined_inputs
 from sublaplace.evaluation import Evaluation
 from sublaplace.fitting import update
+from sublaplace.fitting.estimating import Estimate, Estimator
 from sublaplace.fitting.evaluating import evaluated
 from sublaplace.fitting.fit import fit, new_linearization
 from sublaplace.fitting.fitted import Fitted, Stage
@@ -232,6 +233,35 @@ class SubspaceLaplace:
             self._fingerprint = Fingerprint.of(self.model)
         return self
 
+    def estimate(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None) -> Estimate:
+        """Return what `fit` with these loaders will take, by stage, and what a prediction takes per input.
+
+        The fit is rehearsed on as few inputs as have the full rank of P. If that takes less than four seconds, it is
+        rehearsed again with more of them. Each stage is then scaled to all data by how it grows. This object and the
+        model stay as they are. `docs/costs.md` compares estimates with measured fits.
+
+        Cost: usually a few seconds. A large network takes about s/C inputs' share of a fit, and the eigendecompositions
+        of its KFAC factors. The number of data is read off the loader's sampler; a loader without one is read once.
+
+        Args:
+            train_loader: the training data, a re-iterable of (inputs, targets) batches. Only the first are read.
+            val_loader: validation data, as for `fit`.
+
+        Raises:
+            ValueError: for data that do not fit the model or the likelihood.
+        """
+        loader = self._checked_loader(train_loader, "estimate")
+        if val_loader is not None:
+            self._require_other_data(train_loader, val_loader)
+            val_loader = self._checked_loader(val_loader, "val_loader")
+        device = next(self.model.parameters()).device
+
+        def predict(fitted: Fitted, inputs: Any) -> Any:
+            return self._with(fitted)._called(fitted, inputs, None)
+
+        with claimed(self.model), full_precision(device):
+            return Estimator(self._options, self.model, self._forward, loader, val_loader, predict).estimate()
+
     def _checked_loader(self, loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
         return with_labels_under(self._labels_key, checked_loader(loader, name, once))
 
@@ -263,7 +293,9 @@ class SubspaceLaplace:
             x: a tensor, a batch or a loader of inputs.
             link: how logits become probabilities, see `predict`.
         """
-        fitted = self._fitted()
+        return self._called(self._fitted(), x, link)
+
+    def _called(self, fitted: Fitted, x: Any, link: str | None) -> Tensor | tuple[Tensor, Tensor]:
         used = _used_link(fitted.survey.likelihood, link)
         if fitted.survey.likelihood.has_probabilities:
             return self._predictor().prediction(x, used).probabilities

@@ -1,5 +1,6 @@
 """The curvatures of one fit, each computed only once."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from sublaplace.curvature.diagonal import diagonal_ggn
@@ -12,6 +13,7 @@ from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import fits, require
+from sublaplace.runtime.stopwatch import FACTORISATIONS
 
 Exact = DensePrecision | DualPrecision
 
@@ -29,19 +31,22 @@ class Curvatures:
     def kfac(self, prior_precision: float) -> BlockPrecision:
         """Return Λ with the Kronecker-factored GGN."""
         if "kfac" not in self._blocks:
-            self._blocks["kfac"] = kronecker_ggn(self.stream, prior_precision)
+            with self._counted():
+                self._blocks["kfac"] = kronecker_ggn(self.stream, prior_precision)
         return self._blocks["kfac"].with_prior(prior_precision)
 
     def diagonal(self, prior_precision: float) -> BlockPrecision:
         """Return Λ with the diagonal of the GGN."""
         if "diagonal" not in self._blocks:
-            self._blocks["diagonal"] = diagonal_ggn(self.stream, prior_precision)
+            with self._counted():
+                self._blocks["diagonal"] = diagonal_ggn(self.stream, prior_precision)
         return self._blocks["diagonal"].with_prior(prior_precision)
 
     def last_layer(self, names: tuple[str, ...], prior_precision: float) -> BlockPrecision:
         """Return Λ of the last linear layer, with the parameters `names`, with the Kronecker-factored GGN."""
         if "last layer" not in self._blocks:
-            self._blocks["last layer"] = last_layer_ggn(self.stream, names, self.num_outputs, prior_precision)
+            with self._counted():
+                self._blocks["last layer"] = last_layer_ggn(self.stream, names, self.num_outputs, prior_precision)
         return self._blocks["last layer"].with_prior(prior_precision)
 
     def exact(self, prior_precision: float) -> Exact:
@@ -59,7 +64,8 @@ class Curvatures:
                 "Use a subspace such as projector='lowrank-kfac', less data, or fewer parameters with "
                 "requires_grad=True; full_covariance() of a fitted subspace handles a few inputs at any size.",
             )
-            self._exact[prior_precision] = exact_ggn(self.stream, rows, prior_precision)
+            with self._counted():
+                self._exact[prior_precision] = exact_ggn(self.stream, rows, prior_precision)
         return self._exact[prior_precision]
 
     def exact_fits(self, prior_precision: float) -> bool:
@@ -76,6 +82,9 @@ class Curvatures:
     def has(self, kind: str) -> bool:
         """Return whether a form, "kfac" or "diagonal", has been computed."""
         return kind in self._blocks
+
+    def _counted(self) -> AbstractContextManager[None]:
+        return self.stream.stopwatch.counting(FACTORISATIONS)
 
     @property
     def _exact_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Passes over the data that yield the rows of V, where VᵀV is the GGN up to the likelihood's scales."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from sublaplace.runtime.checkpoint import Checkpoint, Fingerprint, Sums, other_o
 from sublaplace.runtime.distributed import placed, ranks_of
 from sublaplace.runtime.memory import require
 from sublaplace.runtime.progress import shown
+from sublaplace.runtime.stopwatch import PASSES, Stopwatch
 
 _BUFFER = 2048  # inputs that are sorted by their number of directions
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
@@ -95,6 +96,7 @@ class CurvatureStream:
         num_vectors: how many vectors are multiplied by the Jacobians at once; None: as in the linearization's policy.
         samples: m, how many sampled directions per input KFAC and the diagonal use (see `directions.py`); None: all.
         seed: of the sampled directions.
+        stopwatch: counts the seconds of passes.
     """
 
     linearization: Linearization
@@ -108,6 +110,7 @@ class CurvatureStream:
     num_vectors: int | None = None
     samples: int | None = None
     seed: int = 0
+    stopwatch: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     @property
     def scale(self) -> float:
@@ -177,13 +180,14 @@ class CurvatureStream:
                 return
             done = numbers["batches"]
         kind = _Pass(every_input, scaled, row_by_row, wanted, without_rows, sampled)
-        for portion in self._portions(what, done):
-            for jacobian in self._jacobians(portion, kind):
-                sums.add(jacobian)
-                del jacobian  # frees its memory before the next one is computed
-            done += portion.num_batches
-            if checkpoint is not None and checkpoint.due():
-                checkpoint.write(what, sums.tensors(), {"batches": done, "complete": False})
+        with self.stopwatch.counting(PASSES):
+            for portion in self._portions(what, done):
+                for jacobian in self._jacobians(portion, kind):
+                    sums.add(jacobian)
+                    del jacobian  # frees its memory before the next one is computed
+                done += portion.num_batches
+                if checkpoint is not None and checkpoint.due():
+                    checkpoint.write(what, sums.tensors(), {"batches": done, "complete": False})
         if over_ranks:
             ranks_of(self.loader).add_up(sums)
         if checkpoint is not None:

@@ -16,6 +16,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from sublaplace.data.batches import batches, num_inputs
+
 
 def checked_loader(loader: Any, name: str = "fit", once: bool = False) -> Iterable[Any]:
     """Return the loader if it can be read as often as needed.
@@ -138,6 +140,15 @@ class Renamed:
     def of(self, loader: Iterable[Any]) -> "Renamed":
         """Return the same view of another loader."""
         return Renamed(loader, self._labels_key)
+
+
+def num_data(loader: Iterable[Any]) -> int:
+    """Return how many inputs a loader gives, from its sampler where it has one, otherwise by reading all batches."""
+    data = as_given(loader)
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset) and data.batch_size is not None:
+        count = len(data.sampler)  # type: ignore[arg-type]
+        return count - count % data.batch_size if data.drop_last else count
+    return sum(num_inputs(batch.inputs) for batch in batches(loader))
 
 
 class Chained:

@@ -55,6 +55,7 @@ from sublaplace.projectors.subspace_iteration import widened
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import default_budget, peak_bytes, require
+from sublaplace.runtime.stopwatch import FACTORISATIONS, PASSES, Stopwatch
 from sublaplace.runtime.warning import warn
 
 _TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
@@ -164,6 +165,7 @@ class _Run:
     validated: bool
     progress: bool
     stages: dict[str, Stage] = field(default_factory=dict)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def fitted(self) -> Fitted:
         """Run all stages."""
@@ -299,7 +301,7 @@ class _Run:
         stream = steps.curvature_stream(
             self.loader, linearization, look.survey, tolerance, self.progress, samples, options.seed
         )
-        stream = replace(stream, checkpoint=self.checkpoint, fingerprint=look.fingerprint)
+        stream = replace(stream, checkpoint=self.checkpoint, fingerprint=look.fingerprint, stopwatch=self.stopwatch)
         return ProjectorContext(
             curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs),
             subspace_jacobians=self._sketched(chosen, look.survey.num_outputs),
@@ -469,6 +471,7 @@ class _Run:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), dict(self.stopwatch.seconds)
         yield
-        self.stages[name] = Stage(time.perf_counter() - start, peak_bytes(self.linearization.device))
+        inside = [self.stopwatch.seconds[kind] - before.get(kind, 0.0) for kind in (PASSES, FACTORISATIONS)]
+        self.stages[name] = Stage(time.perf_counter() - start, peak_bytes(self.linearization.device), *inside)

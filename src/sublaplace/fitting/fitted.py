@@ -18,6 +18,8 @@ class Stage:
 
     seconds: float
     peak_bytes: int | None  # of the process (or device) up to its end
+    in_passes: float = 0.0  # of the seconds, those of passes over the training data
+    in_factorisations: float = 0.0  # of the seconds, those of the curvature besides its passes
 
 
 @dataclass(frozen=True)

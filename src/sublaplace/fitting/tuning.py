@@ -17,6 +17,7 @@ from sublaplace.model.layer_priors import layer_of
 from sublaplace.posteriors.evidence import Evidence
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.runtime.memory import peak_bytes
+from sublaplace.runtime.stopwatch import FACTORISATIONS, Stopwatch
 
 
 def evidence_of(posterior: Posterior, survey: Survey, squared_norm: float) -> Evidence:
@@ -96,12 +97,14 @@ def tuned_on(fitted: Fitted, loader: Iterable[Any], noise: bool | None = None, p
     likelihood = fitted.survey.likelihood
     if noise and not likelihood.has_noise:
         raise ValueError(f"A likelihood of kind '{likelihood.name}' has no noise σ to tune.")
-    start = time.perf_counter()
-    chosen = chosen_on(fitted, loader, likelihood.noise_estimate is not None if noise is None else noise, progress)
+    start, stopwatch = time.perf_counter(), Stopwatch()
+    with_noise = likelihood.noise_estimate is not None if noise is None else noise
+    chosen = chosen_on(fitted, loader, with_noise, stopwatch, progress)
     if chosen is None:
         return fitted
     changed = fitted if chosen.noise_factor == 1.0 else fitted.with_noise_factor(chosen.noise_factor)
     how = f"the NLL of {chosen.num_inputs:,} validation inputs{', with σ' if chosen.noise_factor != 1.0 else ''}"
-    stage = Stage(time.perf_counter() - start, peak_bytes(fitted.linearization.device))
+    seconds, algebra = time.perf_counter() - start, stopwatch.seconds[FACTORISATIONS]
+    stage = Stage(seconds, peak_bytes(fitted.linearization.device), in_factorisations=algebra)
     stages = fitted.stages | {"validation": stage}
     return replace(changed.with_prior(chosen.prior_precision), chosen_by=how, stages=stages)

@@ -23,6 +23,7 @@ from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
 from sublaplace.posteriors.sweep import Sweep, prior_sweep
 from sublaplace.runtime.progress import shown
+from sublaplace.runtime.stopwatch import FACTORISATIONS, Stopwatch
 from sublaplace.runtime.warning import warn
 
 FEWEST_INPUTS = 10
@@ -181,14 +182,18 @@ def _grid(fitted: Fitted) -> Tensor:
     )
 
 
-def pooled_validation(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> PooledValidation:
+def pooled_validation(
+    fitted: Fitted, loader: Iterable[Any], stopwatch: Stopwatch, progress: bool = False
+) -> PooledValidation:
     """Run one pass over validation data with positions. Cost: one prediction of them, and the densities at 31 points.
 
     Memory: 31 variances for each output of an input.
     """
     likelihood = fitted.survey.likelihood
     single, unit, taus = likelihood.of_one_position, likelihood.single_scale, _grid(fitted)
-    sweep, total, used = prior_sweep(fitted.posterior, taus), 0.0, 0
+    with stopwatch.counting(FACTORISATIONS):
+        sweep = prior_sweep(fitted.posterior, taus)
+    total, used = 0.0, 0
     sums = torch.zeros(2, len(taus), dtype=torch.float64, device="cpu")
     for jacobian, targets, counts in _swept(fitted, loader, sweep, len(taus), False, progress):
         rows, labels = likelihood.by_position(jacobian.outputs), likelihood.targets_by_position(targets)
@@ -225,12 +230,15 @@ def _swept(
                 del jacobian  # or it would stand in memory beside the next one
 
 
-def validation_data(fitted: Fitted, loader: Iterable[Any], progress: bool = False) -> ValidationData:
+def validation_data(
+    fitted: Fitted, loader: Iterable[Any], stopwatch: Stopwatch, progress: bool = False
+) -> ValidationData:
     """Run one pass over the validation data. Cost: one prediction of them, and little more."""
     likelihood = fitted.survey.likelihood
     unit, taus = likelihood.single_scale, _grid(fitted)
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
-    sweep = prior_sweep(fitted.posterior, taus)
+    with stopwatch.counting(FACTORISATIONS):
+        sweep = prior_sweep(fitted.posterior, taus)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for jacobian, found, counts in _swept(fitted, loader, sweep, 0, whole, progress):
         covariances = sweep(jacobian, whole)
@@ -274,10 +282,13 @@ def _counted_batches(
         yield inputs, targets, once if counts is None else counts.double()
 
 
-def chosen_on(fitted: Fitted, loader: Iterable[Any], noise: bool, progress: bool = False) -> Chosen | None:
+def chosen_on(
+    fitted: Fitted, loader: Iterable[Any], noise: bool, stopwatch: Stopwatch, progress: bool = False
+) -> Chosen | None:
     """Return the λ, and with `noise` the factor of σ, of the smallest penalised NLL; None for too few inputs."""
     has_positions = fitted.survey.layout is not None
-    return chosen_from((pooled_validation if has_positions else validation_data)(fitted, loader, progress), noise)
+    read = pooled_validation if has_positions else validation_data
+    return chosen_from(read(fitted, loader, stopwatch, progress), noise)
 
 
 def chosen_from(data: ValidationData | PooledValidation, noise: bool) -> Chosen | None:

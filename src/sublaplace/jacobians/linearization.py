@@ -468,6 +468,12 @@ class Linearization:
             )
         return policy.size(*arguments)
 
+    def chunk_bytes(self, inputs: Any, count: int, rows: int, row_by_row: bool = False, wanted: Wanted = ROWS) -> int:
+        """Return the memory of the largest chunk of a pass over `count` inputs; other arguments as of `chunk_size`."""
+        plan = self._plan(inputs)
+        one = self.policy.bytes_per_input(plan, self.layout, self.dtype.itemsize, rows, row_by_row, wanted)
+        return one * min(count, self.chunk_size(inputs, rows, row_by_row, wanted=wanted))
+
     def _plan(self, inputs: Any) -> Plan:
         """Return the plan of the last pass; if there was none, that of these inputs."""
         if self._current is None:

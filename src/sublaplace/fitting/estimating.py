@@ -1,0 +1,436 @@
+"""What a fit will cost: a rehearsal on a few inputs, each stage of which is scaled to all data by how it grows."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from sublaplace.curvature.operators import DENSE_OUTPUTS
+from sublaplace.data.batches import Batch, batches, num_inputs, plain, select
+from sublaplace.data.loaders import num_data
+from sublaplace.data.subspace_inputs import Given, joined_inputs
+from sublaplace.fitting.fit import fit, new_linearization
+from sublaplace.fitting.fitted import Fitted, Stage
+from sublaplace.fitting.leave_one_out import DIMENSIONS, num_left_out, num_with_positions
+from sublaplace.fitting.survey import survey_of
+from sublaplace.fitting.tuning import tuned_on
+from sublaplace.jacobians.linearization import Linearization
+from sublaplace.jacobians.network import Forward
+from sublaplace.jacobians.wanted import ROWS, Wanted
+from sublaplace.options import Options
+from sublaplace.posteriors.weighting import SUBSAMPLE
+from sublaplace.projectors.low_rank import DENSE_ROWS
+from sublaplace.projectors.subspace_iteration import widened
+from sublaplace.runtime.memory import default_budget, readable
+
+_LONG_ENOUGH = 4.0  # seconds of a rehearsal; shorter ones are repeated with more inputs
+_SHORT = 0.5  # seconds; shorter work is timed three times, because other work on the machine disturbs it
+_MARGIN = 1.3  # rows of X′ in a rehearsal over s; a fifth of them may be held back
+_MOST_ROWS_AT_FIRST, _MOST_INPUTS_AT_FIRST, _FEWEST_INPUTS = 1600, 16, 4
+_FEWEST_WEIGHTED = 48  # inputs with which the weight of a complement is fitted at all
+_SEARCH_PASSES = 10  # of a search for P without the covariance of X′
+_VALIDATION_POINTS = 31
+_SMALLEST_BUDGET = 2**28  # bytes of a rehearsal, whose budget shrinks with X′
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """What one stage will take."""
+
+    seconds: float
+    peak_bytes: int  # in addition to what the process holds before the fit
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a fit will take, by stage as `summary` names them, and predictions afterwards; prints as a table."""
+
+    stages: dict[str, StageEstimate]
+    prediction: StageEstimate  # seconds per input
+    num_data: int  # N
+    num_rehearsed: int  # inputs that the estimate was made from
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the whole fit."""
+        return sum(stage.seconds for stage in self.stages.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory of the fit, in addition to what the process holds before it."""
+        return max(stage.peak_bytes for stage in self.stages.values())
+
+    def __str__(self) -> str:
+        rows = [(name, f"{stage.seconds:.3g} s", readable(stage.peak_bytes)) for name, stage in self.stages.items()]
+        rows.append(("fit", f"{self.seconds:.3g} s", readable(self.peak_bytes)))
+        each = f"{1000 * self.prediction.seconds:.3g} ms"
+        rows.append(("prediction per input", each, readable(self.prediction.peak_bytes)))
+        head = f"Estimate for {self.num_data:,} inputs, from {self.num_rehearsed:,} of them"
+        lines = [f"  {name:<22}{seconds:>12}{memory:>14}" for name, seconds, memory in rows]
+        return "\n".join([head, f"  {'stage':<22}{'seconds':>12}{'peak memory':>14}", *lines])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything a fit handles."""
+
+    num_data: int  # N
+    subspace_inputs: int  # n of X′
+    left_out: int  # inputs of leave-one-out
+    weighted: tuple[int, ...]  # sizes of the subsamples that the complement's weight is fitted on
+    validated: int  # validation inputs
+    rows: int  # Jacobian rows of X′
+    num_parameters: int  # p
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of two operations on this machine, in float64, as the algebra of a fit uses them."""
+
+    multiplication: float  # in a product of large matrices
+    eigenvector: float  # of a decomposition, over the cube of its size
+
+    @classmethod
+    def measured(cls, device: torch.device, size: int = 512) -> "Rates":
+        """Measure both. Cost: about a tenth of a second."""
+        matrix = torch.randn(size, size, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
+        matrix = (matrix @ matrix.T).to(device)
+        cube = size**3
+        return cls(_seconds(lambda: matrix @ matrix) / cube, _seconds(lambda: torch.linalg.eigh(matrix)) / cube)
+
+    def gram(self, rows: int, num_parameters: int) -> float:
+        """Return the seconds of a Gram matrix of rows, of which one triangle is computed, and of its eigenvectors."""
+        return self.multiplication * rows**2 * num_parameters / 2 + self.eigenvector * rows**3
+
+
+def scaled_stage(name: str, stage: Stage, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
+    """Return the seconds of a stage with all data from its seconds in a rehearsal.
+
+    Passes over the training data grow with N; factorisations of the curvature stay. The rest grows with the inputs that
+    the stage looks at: X′ for the projector, subsamples for the complement's weight and leave-one-out. Gram matrices of
+    rows, and their eigenvectors, are counted apart, because they grow faster.
+    """
+    if name == "validation":
+        growth = real.validated / max(1, rehearsed.validated)
+        return stage.in_factorisations + (stage.seconds - stage.in_factorisations) * growth
+    if name == "leave-one-out":
+        return stage.seconds * real.left_out / max(1, rehearsed.left_out)
+    if name == "complement's weight":
+        return _scaled_weight(stage.seconds, rehearsed, real, rates)
+    per_pass = stage.in_passes * real.num_data / rehearsed.num_data
+    rest = max(0.0, stage.seconds - stage.in_passes - stage.in_factorisations)
+    if name == "projector" and rehearsed.subspace_inputs:
+        rest = _scaled_projector(rest, rehearsed, real, rates)
+    return per_pass + stage.in_factorisations + rest
+
+
+def _scaled_projector(seconds: float, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
+    growth = real.subspace_inputs / rehearsed.subspace_inputs
+    linear = _remaining(seconds, rates.gram(rehearsed.rows, real.num_parameters)) * growth
+    if real.rows > DENSE_ROWS:
+        return _SEARCH_PASSES * linear
+    return linear + rates.gram(real.rows, real.num_parameters)
+
+
+def _scaled_weight(seconds: float, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
+    outputs = rehearsed.rows // max(1, rehearsed.subspace_inputs)
+
+    def grams(sizes: Sizes) -> float:
+        return sum(rates.gram(size * outputs, sizes.num_parameters) for size in sizes.weighted)
+
+    growth = sum(real.weighted) / max(1, sum(rehearsed.weighted))
+    return _remaining(seconds, grams(rehearsed)) * growth + grams(real)
+
+
+def _remaining(seconds: float, part: float) -> float:
+    """Return the seconds without a counted part, which may be counted too high: at least a quarter remains."""
+    return max(seconds - part, seconds / 4)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A fit that is to be estimated.
+
+    Args:
+        options: what the user decided.
+        model: the network.
+        forward: how it is called.
+        loader: the training data.
+        val_loader: validation data, if there are any.
+        predict: predicts for inputs with what was fitted.
+    """
+
+    options: Options
+    model: nn.Module
+    forward: Forward
+    loader: Iterable[Any]
+    val_loader: Iterable[Any] | None
+    predict: Callable[[Fitted, Any], Any]
+
+    def estimate(self) -> Estimate:
+        """Rehearse the fit on a few inputs, with more of them if that is quick, and scale its stages.
+
+        Raises:
+            ValueError: if the training or the validation data are empty or do not fit the model.
+        """
+        N = num_data(self.loader)
+        if not N:
+            raise ValueError("The loader is empty: there is nothing to fit.")
+        validated = 0 if self.val_loader is None else num_data(self.val_loader)
+        if self.val_loader is not None and not validated:
+            raise ValueError("The validation loader is empty, or nothing in it counts.")
+        engine = new_linearization(self.options, self.model, self.forward, self.options.resources.memory_budget)
+        first = next(batches(self.loader))
+        with engine.borrowed():
+            num_outputs = engine.num_outputs(engine.to_device(first.inputs))
+        positions = engine.output_layout is not None
+        real = self._sizes(engine, num_outputs, positions, N, validated)
+        count = min(N, self._fewest(engine, num_outputs, N))
+        rehearsal = self._rehearsed(engine, num_outputs, positions, real, count)
+        taken = rehearsal.seconds
+        if taken < _LONG_ENOUGH and count < N:
+            count = min(N, int(count * max(2.0, _LONG_ENOUGH / max(taken, 1e-3))))
+            rehearsal = self._rehearsed(engine, num_outputs, positions, real, count)
+        return self._scaled(rehearsal, real)
+
+    def _fewest(self, engine: Linearization, num_outputs: int, N: int) -> int:
+        """Return how many inputs a rehearsal needs, so that P has its full rank and the same algorithms are used."""
+        options, p = self.options.resolved(engine.output_layout is not None), engine.layout.num_parameters
+        fewest = max(_FEWEST_INPUTS, min(_MOST_INPUTS_AT_FIRST, _MOST_ROWS_AT_FIRST // num_outputs))
+        if options.needs_inputs:
+            fewest = max(fewest, ceil(_MARGIN * min(options.largest_dim, p) / num_outputs))
+        exact = options.projector is not None and (options.projector.needs_exact or not options.projector.reduces)
+        if exact and N * num_outputs >= p:  # fewer rows than parameters take another way
+            fewest = max(fewest, ceil(p / num_outputs))
+        if options.outside is not None and options.outside.fits_weight:
+            fewest = max(fewest, _FEWEST_WEIGHTED)
+        return fewest
+
+    def _sizes(
+        self, engine: Linearization, num_outputs: int, positions: bool, N: int, validated: int, most: int | None = None
+    ) -> Sizes:
+        """Return the sizes of a fit to N inputs; `most` limits X′ in a rehearsal."""
+        options, source, n = self.options.resolved(positions), self.options.subspace_inputs, 0
+        if options.needs_inputs and isinstance(source, Given):
+            n = num_inputs(joined_inputs(source.inputs, "subspace_inputs"))
+            n = n if most is None else min(n, most)
+        elif options.needs_inputs:
+            n = min(N, source.number(options.largest_dim, num_outputs))  # type: ignore[union-attr]
+        left_out: int | None = num_left_out(num_outputs)
+        if positions:
+            left_out = num_with_positions(num_outputs, engine.memory_budget)
+        kept = n - max(1, n // 5) if options.holds_back else n
+        row_bytes = 3 * 8 * engine.layout.num_parameters * num_outputs
+        weighted = min(N - (n - kept), SUBSAMPLE, engine.memory_budget // row_bytes)
+        return Sizes(
+            num_data=N,
+            subspace_inputs=n,
+            left_out=min(N, left_out or 0),
+            weighted=(weighted,) if weighted >= 0.93 * N else (weighted // 2, weighted),
+            validated=validated,
+            rows=kept * self._rows(options, num_outputs, max(1, kept)),
+            num_parameters=engine.layout.num_parameters,
+        )
+
+    @staticmethod
+    def _rows(options: Options, num_outputs: int, n: int) -> int:
+        """Return the Jacobian rows per input of X′: all outputs, or random combinations of many."""
+        if options.resources.samples(num_outputs) is None:
+            return num_outputs
+        return min(num_outputs, max(8, ceil(2 * widened(options.largest_dim) / n)))
+
+    def _rehearsed(
+        self, engine: Linearization, num_outputs: int, positions: bool, real: Sizes, count: int
+    ) -> "_Rehearsal":
+        """Run the fit, the tuning and a prediction with `count` inputs."""
+        data, reading, batch_size = _first(self.loader, count)
+        others = [] if self.val_loader is None else _first(self.val_loader, count)[0]
+        sizes = self._sizes(engine, num_outputs, positions, _total(data), _total(others), count)
+        options, budget = self._shortened(count), engine.memory_budget
+        if sizes.subspace_inputs < real.subspace_inputs:  # rows of X′ take the same share of it
+            budget = max(_SMALLEST_BUDGET, budget * sizes.subspace_inputs // real.subspace_inputs)
+            budget = min(budget, engine.memory_budget)
+        options = replace(options, resources=replace(options.resources, memory_budget=budget))
+        loader = _as_loader(data)
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are about the few data of the rehearsal
+            fitted = fit(options, loader, self.model, self.forward, False, bool(others), None, False)
+            if others:
+                fitted = tuned_on(fitted, _as_loader(others))
+            taken = time.perf_counter() - start
+            with fitted.linearization.borrowed():
+                again = _seconds(lambda: survey_of(loader, fitted.linearization, options.likelihood, estimate=False))
+            self.predict(fitted, data[0].inputs)  # what it keeps for the next time is made
+            predicting = _seconds(lambda: self.predict(fitted, data[0].inputs)) / num_inputs(data[0].inputs)
+        return _Rehearsal(fitted, options, sizes, data[0].inputs, taken, again, predicting, reading, batch_size)
+
+    def _shortened(self, count: int) -> Options:
+        """Return the options of a rehearsal, with at most `count` of the subspace inputs that were given."""
+        source = self.options.subspace_inputs
+        if not isinstance(source, Given):
+            return self.options
+        return replace(
+            self.options,
+            subspace_inputs=Given(select(joined_inputs(source.inputs, "subspace_inputs"), slice(0, count))),
+        )
+
+    def _scaled(self, rehearsal: "_Rehearsal", real: Sizes) -> Estimate:
+        rates = Rates.measured(rehearsal.fitted.linearization.device)
+        memory = _Memory.of(rehearsal, real, self.options)
+        stages = {}
+        for name, stage in rehearsal.fitted.stages.items():
+            seconds = scaled_stage(name, stage, rehearsal.sizes, real, rates)
+            if name == "survey":
+                probing = max(0.0, stage.seconds - rehearsal.survey)
+                seconds = probing + rehearsal.survey * real.num_data / rehearsal.sizes.num_data
+            if name == "survey" or (stage.in_passes and name != "complement's weight"):
+                seconds += rehearsal.reading * real.num_data
+            if name == "validation":
+                seconds += rehearsal.reading * real.validated
+            stages[name] = StageEstimate(seconds, memory.of_stage(name))
+        prediction = StageEstimate(rehearsal.prediction, memory.of_stage("prediction"))
+        return Estimate(stages, prediction, real.num_data, rehearsal.sizes.num_data)
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """What a rehearsal gives."""
+
+    fitted: Fitted
+    options: Options
+    sizes: Sizes
+    inputs: Any  # of the first batch
+    seconds: float  # of the fit and the tuning
+    survey: float  # seconds of one, without probing the network
+    prediction: float  # seconds per input
+    reading: float  # seconds per input
+    batch_size: int  # of the user's loader
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What the stages hold at once, in bytes; see the table of costs in DESIGN.md."""
+
+    data: int  # the drawn training data, and copies of the parameters, one of them in float64
+    factors: int  # KFAC's, decomposed
+    sums: int  # the same while they are summed and decomposed
+    by_row: int  # a chunk of a pass for sums over rows
+    chunk: int  # a chunk of a pass for products
+    rows: int  # whitened rows of X′, their covariance and its eigenvectors
+    vectors: int  # P
+    beside: int  # further p × s matrices, of a complement
+    left_out: int
+    weighted: int
+    validated: int
+    swept: int  # the algebra of a sweep over λ in s dimensions, and the rows of a batch
+    held: int  # the posterior
+
+    @classmethod
+    def of(cls, rehearsal: _Rehearsal, real: Sizes, options: Options) -> "_Memory":
+        fitted, engine = rehearsal.fitted, rehearsal.fitted.linearization
+        options = options.resolved(fitted.survey.layout is not None)
+        item, p, C = engine.dtype.itemsize, real.num_parameters, fitted.survey.num_outputs
+        budget = options.resources.memory_budget or default_budget(engine.device)
+        inputs = engine.to_device(rehearsal.inputs)
+        samples = options.resources.samples(C) or C
+        per_input = _bytes(inputs) // num_inputs(inputs)
+        alone = options.projector is not None and options.projector.last_layer and options.outside is None
+        wanted = Wanted(names=frozenset(engine.last_linear())) if alone and engine.ends_linear() else ROWS
+        shapes = [engine.layout.shape(name) for name in engine.layout.names if wanted.includes((name,))]
+        factors = sum(_factor_entries(shape) for shape in shapes)
+        largest = max(_sides(shape)[1] for shape in shapes)
+        subspace = fitted.posterior.subspace
+        s = 0 if subspace is None else subspace.dim
+        matrix = p * s * item if options.num_vectors else 0
+        posterior = fitted.posterior.stored()[0].values()
+        fits_weight = options.outside is not None and options.outside.fits_weight
+        drawn = real.subspace_inputs + (SUBSAMPLE if fits_weight or options.leaves_one_out else 0)
+        return cls(
+            data=per_input * min(real.num_data, drawn) + p * (2 * item + 8),
+            factors=factors * item,
+            sums=factors * (8 + item) + 3 * 8 * largest**2,
+            by_row=engine.chunk_bytes(inputs, real.num_data, samples, True, wanted),
+            chunk=engine.chunk_bytes(inputs, real.num_data, C, wanted=wanted),
+            rows=min(real.rows * p * item, budget) + 3 * 8 * min(real.rows, DENSE_ROWS) ** 2,
+            vectors=matrix,
+            beside=(3 if options.outside is not None else 0) * matrix,
+            left_out=5 * 8 * real.left_out * C * (DIMENSIONS + 1),
+            weighted=3 * 8 * max(real.weighted) * C * p,
+            validated=_VALIDATION_POINTS * 8 * real.validated * C,
+            swept=3 * 8 * s * (s + C * rehearsal.batch_size),
+            held=sum(tensor.numel() * tensor.element_size() for tensor in posterior),
+        )
+
+    def of_stage(self, name: str) -> int:
+        """Return the peak of a stage; the reduced posterior's for stages without an entry."""
+        return {
+            "survey": self.data + self.by_row,
+            "prior precision": self.data + self.sums + self.by_row,
+            "layers' units": self.data + self.sums + self.by_row,
+            "complement": self.data + self.sums + self.by_row,
+            "last layer": self.data + self.by_row,
+            "full posterior": self.held * 4 + self.chunk,
+            "projector": self.data + max(self.sums + self.by_row, self.factors + self.rows + self.vectors + self.chunk),
+            "complement's weight": self.data + self.held + self.weighted + self.beside,
+            "leave-one-out": self.data + self.held + self.left_out + self.chunk,
+            "validation": self.held + self.validated + self.swept + self.chunk,
+            "KFAC's traces": self.held + self.chunk,
+            "prediction": self.held + self.chunk,
+        }.get(name, self.data + self.factors + self.vectors + self.beside + self.chunk)
+
+
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    """Return the outputs and the inputs of a weight."""
+    return (shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (shape.numel(), 1)
+
+
+def _factor_entries(shape: torch.Size) -> int:
+    """Return the entries of a weight's Kronecker factors; that of very many outputs, or of embeddings, is diagonal."""
+    outputs, inputs = _sides(shape)
+    return inputs**2 + (outputs if outputs > DENSE_OUTPUTS else outputs**2)
+
+
+def _first(loader: Iterable[Any], count: int) -> tuple[list[Batch], float, int]:
+    """Return batches with the first `count` inputs of a loader, seconds of reading per input, and the largest batch."""
+    parts: list[Batch] = []
+    left, read, largest, start = count, 0, 0, time.perf_counter()
+    for batch in batches(loader):
+        n = num_inputs(batch.inputs)
+        some = slice(0, min(left, n))
+        weights = None if batch.weights is None else batch.weights[some]
+        parts.append(Batch(select(batch.inputs, some), batch.targets[some], weights))
+        left, read, largest = left - n, read + n, max(largest, n)
+        if left <= 0:
+            break
+    return parts, (time.perf_counter() - start) / read, largest
+
+
+def _total(parts: list[Batch]) -> int:
+    return sum(num_inputs(part.inputs) for part in parts)
+
+
+def _as_loader(parts: list[Batch]) -> list[tuple[Any, ...]]:
+    """Return batches as users give them, without weights where there are none."""
+    return [tuple(part if part.weights is not None else part[:2]) for part in parts]
+
+
+def _bytes(inputs: Any) -> int:
+    leaves = tree_flatten(plain(inputs))[0]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return the seconds of some work, the least of three if it is short."""
+    found: list[float] = []
+    while len(found) < (3 if sum(found) < _SHORT else 1):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)

@@ -90,7 +90,8 @@ _KIND_TEXT = {
     "the results of ResNet32, ResNet44 and ResNet56; temperatures from 1,000 validation pictures were tried on "
     "ResNet32 first, and dropped for halves of the test set because they were noisy. Each cell has NLL / ECE / Brier "
     "score of all 10,000 test pictures; of VaLLA with Monte Carlo, the NLL alone. Methods marked with * saw the labels "
-    "of the half of the test set that they were not scored on. Beyond ResNet20, sublaplace predicts a half from the pass that tunes λ on it for the other, "
+    "of the half of the test set that they were not scored on. Beyond ResNet20, sublaplace predicts a half "
+    "from the pass that tunes λ on it for the other, "
     "with variances interpolated in λ, right to 0.2 %. Seconds count shared work for each half. VaLLA's figures "
     "are from the result files of its authors (github.com/Ludvins/Variational-LLA; 100 inducing points, probit, mean "
     "of five seeds).",

@@ -262,7 +262,7 @@ def quick_report(
         "- Milliseconds are those of the clock, with two threads."
         if clock == "wall"
         else "- Milliseconds are those of the processor, with one thread: the machine had other work, which still "
-        "disturbs them, by up to a third from round to round.",
+        "disturbs them; the spread shows how much.",
         "- resnet20 has published weights and CIFAR10's training pictures. resnet20-100 has a head of 100 classes and "
         "random weights. bert-lora has drawn tokens, and random weights of which LoRA's and the head's are Bayesian.",
         "- Last layer: 500 inputs, λ given; the library's own choice is exact up to 5,000 parameters and Kronecker "

@@ -74,7 +74,7 @@ format: $(VENV)/.stamp-test  ## format the code and apply safe fixes
 bench: $(VENV)/.stamp-experiments  ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 
-bench-quick: $(VENV)/.stamp-experiments  ## run the benchmarks of the cases users have (under ten minutes)
+bench-quick: $(VENV)/.stamp-experiments  ## run the benchmarks of the cases users have
 	$(BIN)/python benchmarks/run.py --quick --output benchmarks/RESULTS.md
 
 reproduce: $(VENV)/.stamp-experiments $(VENV)/.stamp-efficientnet  ## train the networks and run every experiment of the paper (about a day; can be stopped and resumed)

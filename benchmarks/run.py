@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--inputs", type=int, default=300)
-    parser.add_argument("--quick", action="store_true", help="the cases users have, two rounds (under ten minutes)")
+    parser.add_argument("--quick", action="store_true", help="the cases users have")
     parser.add_argument(
         "--clock",
         choices=["wall", "processor"],

@@ -128,6 +128,7 @@ MEMBERS = {
     "prior_precisions": lambda problem, la: la.prior_precisions,
     "complement_weight": lambda problem, la: la.complement_weight,
     "noise_std": lambda problem, la: la.noise_std,
+    "estimate": lambda problem, la: float(la.estimate(problem.data).num_data),  # its seconds differ
     "dim": lambda problem, la: float(la.dim),
     "num_parameters": lambda problem, la: float(la.num_parameters),
     "num_outputs": lambda problem, la: float(la.num_outputs),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from scipy.optimize import minimize_scalar
@@ -41,6 +42,11 @@ def plain(problem: Problem) -> Predicted:
     if problem.task == "classification":
         return Probabilities(outputs.softmax(1))
     return _constant_noise(outputs, residual_std(problem.network, problem.train))
+
+
+def plain_held_out(problem: Problem) -> Predicted:
+    """Predict with the network of `plain`, but trained on what the methods with validation data leave for training."""
+    return plain(replace(problem, network=problem.held_out_network, train=problem.fit))
 
 
 def validated_noise(problem: Problem) -> Predicted:

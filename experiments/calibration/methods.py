@@ -29,6 +29,11 @@ def dropout_network(problem: Problem) -> bool:
     return problem.dropout_network is not None
 
 
+def has_held_out_network(problem: Problem) -> bool:
+    """Accept a problem whose validation data were held out of the training, by a second network."""
+    return problem.held_out_network is not problem.network
+
+
 def half(problem: Problem) -> bool:
     """Accept a half of a test set, as those of the large networks are."""
     return problem.is_half
@@ -66,6 +71,14 @@ METHODS: tuple[Method, ...] = (
         "softmax, or one σ: root mean square of the training residuals, pooled over outputs",
         False,
         baselines.timed(baselines.plain),
+    ),
+    Method(
+        "plain-held-out",
+        "plain network, trained without the validation data",
+        "held-out network; softmax, or one σ: root mean square of its training residuals, pooled over outputs",
+        False,
+        baselines.timed(baselines.plain_held_out),
+        needs=has_held_out_network,
     ),
     Method(
         "noise-validation",

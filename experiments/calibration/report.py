@@ -23,7 +23,12 @@ from experiments.calibration.statistics import (
 )
 from experiments.calibration.table import CalibrationTable, Line
 
-OURS, PLAIN = "ours-validation", "plain"
+OURS = "ours-validation"
+REFERENCES = {
+    "plain": "the plain network, which is also trained on the validation data",
+    "plain-held-out": "the network that it was fitted to, without a posterior",
+}
+"""What sublaplace with validation data must not be worse than."""
 REPORT, PICTURE = "CALIBRATION.md", "figures/calibration.svg"
 CALIBRATION_ERROR: dict[str, str] = {"regression": "coverage_error", "classification": "ece"}
 
@@ -157,9 +162,7 @@ def _task_sections(title: str, task: Task, lines: Sequence[Line]) -> list[str]:
     error = CALIBRATION_ERROR[task]
     heading = next(heading for score, heading, _ in _COLUMNS[task] if score == error)
     sections.append(f"{heading[0].upper()}{heading[1:]}, by data set:\n\n{_set_table(lines, methods, error, 3)}")
-    if all((name, method) in nll for name in names for method in (OURS, PLAIN)):
-        sections.append(_losses(nll, names))
-    return sections
+    return [*sections, *_losses(nll, names)]
 
 
 def _mean_table(task: Task, lines: Sequence[Line], methods: Sequence[Method], names: Sequence[str]) -> str:
@@ -204,18 +207,19 @@ def _set_table(lines: Sequence[Line], methods: Sequence[Method], score: str, dig
     return _markdown(["", *names], rows)
 
 
-def _losses(nll: dict[tuple[str, str], dict[int, float]], names: Sequence[str]) -> str:
-    worse = worse_sets(nll, names, OURS, PLAIN)
-    if not worse:
-        return (
-            "On no set is sublaplace with validation data worse in NLL than the plain network by more than two "
-            "standard errors over the splits."
+def _losses(nll: dict[tuple[str, str], dict[int, float]], names: Sequence[str]) -> list[str]:
+    """Tell on which sets sublaplace with validation data is worse than a network without a posterior."""
+    found = []
+    for reference, described in REFERENCES.items():
+        if not all((name, method) in nll for name in names for method in (OURS, reference)):
+            continue
+        worse = worse_sets(nll, names, OURS, reference)
+        listed = ", ".join(f"{name} (by {_cell(difference, 4)})" for name, difference in worse.items()) or "none"
+        found.append(
+            f"Worse in NLL than {described}, by more than two standard errors of the differences over the splits: "
+            f"{listed}."
         )
-    listed = ", ".join(f"{name} (by {_cell(found, 3)})" for name, found in worse.items())
-    return (
-        "Sets on which sublaplace with validation data is worse in NLL than the plain network by more than two "
-        f"standard errors over the splits: {listed}."
-    )
+    return found
 
 
 def _single_set(name: str, lines: Sequence[Line]) -> str:
@@ -249,7 +253,8 @@ def _single_set(name: str, lines: Sequence[Line]) -> str:
     headings += ["Brier", "accuracy", "AUROC", "seconds"]
     note = all_sets()[name].note if name in all_sets() else ""
     count = f"{lines[0].num_test:,} test inputs, {len(splits)} split{'s' if len(splits) > 1 else ''}."
-    return f"### {name}\n\n{note} {count}\n\n{_markdown(headings, rows)}"
+    losses = _losses(values_of(lines, "nll"), [name]) if len(splits) > 1 else []
+    return "\n\n".join([f"### {name}", f"{note} {count}", _markdown(headings, rows), *losses])
 
 
 def _beside_published(lines: Sequence[Line]) -> str:

@@ -420,8 +420,14 @@ def test_the_report_shows_what_was_run(tmp_path: Path) -> None:
     written = (tmp_path / "CALIBRATION.md").read_text()
     assert (tmp_path / "figures" / "calibration.svg").stat().st_size > 1000
     assert written.index("## Report sets") < written.index("## Development sets")
-    assert "| temperature scaling * | 0.205 ± 0.005 |" in written
-    assert "worse in NLL than the plain network by more than two standard errors over the splits: yacht (by" in written
+    assert "| temperature scaling * | 0.305 ± 0.005 |" in written
+    assert (
+        "trained on the validation data, by more than two standard errors of the differences over the splits: yacht (by"
+        in written
+    )
+    assert (
+        "without a posterior, by more than two standard errors of the differences over the splits: none" not in written
+    )
     assert "77" not in written  # a line of another definition of the method
 
 

@@ -46,7 +46,10 @@ class HeadBlock:
         return rows
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        return torch.einsum("ni,rci->ncr", self.inputs, self.as_maps(vectors))
+        if self.transposed:
+            return torch.einsum("ni,rci->ncr", self.inputs, self.as_maps(vectors))
+        products = self.inputs @ vectors.reshape(-1, self.inputs.shape[1]).T  # einsum would copy all vectors
+        return products.view(len(self.inputs), len(vectors), self.outputs).transpose(1, 2)
 
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         self.as_maps(into).add_(torch.einsum("ncr,ni->rci", weights, self.inputs))

@@ -236,7 +236,7 @@ class ComplementSweep:
                 some = rows[:, :, start:stop]
                 squares[place] += (some @ some.transpose(1, 2)) if whole else some.square().sum(2)
                 if binned.vectors is not None:
-                    products[place] += some @ binned.vectors[:, start:stop].T
+                    products[place].view(n * K, s).addmm_(some.flatten(0, 1), binned.vectors[:, start:stop].T)
         return squares, products, inside
 
 
@@ -274,7 +274,7 @@ class _HeadPart:
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
         """Runs of entries of equal bins, cut into pieces of one width w, so that one batched product serves all.
 
-        Columns of the entries (m, w), their vectors (m, w, s), with zeros where a piece is shorter, and which bin and
+        Columns of the entries (m, w), their vectors (m, s, w), with zeros where a piece is shorter, and which bin and
         row of a map each piece belongs to, as bin·C + row (m,). The width is the mean length of a run, so that the
         padded vectors take at most about twice the memory of the others.
         """
@@ -293,7 +293,7 @@ class _HeadPart:
         vectors = self.vectors.new_zeros(*columns.shape, len(self.vectors))
         vectors[piece, slot] = self.vectors[:, rows.expand(C, I).flatten(), order.flatten()].T
         owner = owners.repeat_interleave(pieces)
-        return columns, vectors, owner % self.num_bins * C + owner // self.num_bins
+        return columns, vectors.transpose(1, 2).contiguous(), owner % self.num_bins * C + owner // self.num_bins
 
     @cached_property
     def _members(self) -> Tensor:
@@ -304,14 +304,14 @@ class _HeadPart:
     def unit_sums(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ j² and Σ j Z by bin of the C rows that those of the outputs are combinations of.
 
-        Shapes (B, n, C), in float64, and (B, C, n, s). Cost: n·C·I·s, a C-th of what rows of outputs would cost.
+        Shapes (B, n, C), in float64, and (B, C, s, n). Cost: n·C·I·s, a C-th of what rows of outputs would cost.
         """
         a, C, B = self._rotated(inputs), len(self.bins), self.num_bins
         squares = (a.square() @ self._members).double().view(len(a), B, C).transpose(0, 1)
         columns, vectors, places = self._pieces
         entries = a.T.contiguous().index_select(0, columns.flatten()).view(*columns.shape, len(a))
-        products = a.new_zeros(B * C, len(a), len(self.vectors))
-        products.index_add_(0, places, entries.transpose(1, 2) @ vectors)
+        products = a.new_zeros(B * C, len(self.vectors), len(a))
+        products.index_add_(0, places, vectors @ entries)
         return squares, products.view(B, C, *products.shape[1:])
 
     def variances(self, unit_squares: Tensor) -> Tensor:
@@ -319,11 +319,11 @@ class _HeadPart:
         return unit_squares if self.basis is None else unit_squares @ self.basis.square().T
 
     def products(self, unit_products: Tensor) -> Tensor:
-        """Return Σ j Z of the outputs, (…, n, C, s), from those of the C rows, (…, C, n, s)."""
+        """Return Σ j Z of the outputs, (…, n, C, s), from those of the C rows, (…, C, s, n)."""
         mixed = unit_products
         if self.basis is not None:
             mixed = (self.basis.to(mixed) @ mixed.flatten(-2)).view_as(mixed)
-        return mixed.transpose(-3, -2)
+        return mixed.movedim(-1, -3)
 
     def add_sums(self, inputs: Tensor, squares: Tensor, products: Tensor) -> None:
         """Add Σ j² and Σ j Z by bin, see `ComplementSweep._sums`."""

@@ -520,6 +520,6 @@ def test_variances_between_the_points_of_the_grid_are_right(whole):
     for log_tau in torch.linspace(-4.9, 4.9, 99).tolist():
         expected = covariance(10**log_tau)
         found = data.covariance(log_tau * log(10))
-        assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
+        assert (found - expected).abs().max() <= 5e-3 * expected.abs().max()
     for tau in taus[[0, 7, -1]].tolist():
         torch.testing.assert_close(data.covariance(log(tau)), covariance(tau), rtol=1e-9, atol=0)

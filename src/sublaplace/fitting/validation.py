@@ -34,6 +34,9 @@ DECADES = 5
 
 _PER_DECADE = 2  # points of the grid, between which V is interpolated
 _NEIGHBOURS = 6  # points of the grid that an interpolation uses
+POINTS = 2 * DECADES * _PER_DECADE + 1
+"""Of the grid, which has λ as it was in its middle."""
+
 _MOST_NOISE = 10**3.5  # the largest factor by which σ may grow; below its training residuals it must not fall
 
 NOISE_PULL, CLASS_PULL = 3.0, 0.3
@@ -75,7 +78,7 @@ class ValidationData:
         """Return V at any τ of the range: (n, C), or (n, C, C).
 
         The interpolation is a polynomial in ln τ, of ln V for variances and of √τ V for matrices; between the points of
-        the grid it is right to 0.4 percent.
+        the grid it is right to half a percent.
         """
         near, factors = _interpolation(self.taus, log_tau)
         around = self.covariances[near]
@@ -172,9 +175,7 @@ def _interpolation(taus: Tensor, log_tau: float) -> tuple[slice, Tensor]:
 def _grid(fitted: Fitted) -> Tensor:
     """Return the points τ at which V is taken: (L,)."""
     start = log10(fitted.posterior.prior_precision / fitted.survey.likelihood.single_scale)
-    return torch.logspace(
-        start - DECADES, start + DECADES, 2 * DECADES * _PER_DECADE + 1, dtype=torch.float64, device="cpu"
-    )
+    return torch.logspace(start - DECADES, start + DECADES, POINTS, dtype=torch.float64, device="cpu")
 
 
 def pooled_validation(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from sublaplace import SubspaceLaplace
+from sublaplace.after_training import AfterTraining
 
 
 def data(n=150):
@@ -33,6 +35,17 @@ def test_without_the_package_the_extra_is_named(module, package, extra):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 1
     assert f"pip install 'sublaplace[{extra}]'" in found.stderr.splitlines()[-1]
+
+
+def test_a_network_in_training_mode_is_fitted_without_a_warning_and_stays_in_it():
+    """Trainers leave their networks in training mode; nobody could heed a warning."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).train()
+    ending = AfterTraining("classification", {"dim": 4})
+    train_loader, val_loader, _ = loaders()
+    with warnings.catch_warnings(action="error"):
+        ending.fit(network, train_loader, val_loader, None, "")
+    assert all(module.training for module in network.modules())
+    assert ending.metrics["posterior/nll"] > 0
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,19 @@ def test_probabilities_in_place_of_logits_are_noticed():
         paper(nn.Sequential(model, nn.LogSoftmax(1))).fit(loader(inputs, targets))  # whose softmax is the same
 
 
+@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(3)], ids=["dropout", "batch-norm"])
+def test_training_mode_is_noticed_where_it_changes_outputs(module):
+    model, inputs, targets = problem()
+    whole = nn.Sequential(module, model).train()
+    with pytest.warns(UserWarning, match=r"training mode.*posterior is that of its evaluation mode.*model\.eval\(\)"):
+        paper(whole).fit(loader(inputs, targets))
+    assert all(module.training for module in whole.modules())
+    with warnings.catch_warnings(action="error"):
+        paper(whole.eval()).fit(loader(inputs, targets))
+        paper(model.train()).fit(loader(inputs, targets))  # gives the same outputs in both modes
+        paper(nn.Sequential(nn.Dropout(0.0), model).train()).fit(loader(inputs, targets))
+
+
 class Augmented(Dataset):
     def __init__(self, inputs, targets, noise):
         self.inputs, self.targets, self.noise = inputs, targets, noise

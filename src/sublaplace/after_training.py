@@ -7,6 +7,7 @@ from torch import nn
 
 from sublaplace.evaluation import Evaluation
 from sublaplace.laplace import SubspaceLaplace
+from sublaplace.model.borrowing import in_evaluation_mode
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.options import AUTO
 from sublaplace.runtime.warning import warn
@@ -58,7 +59,8 @@ class AfterTraining:
                 f"and neither NLL nor ECE can be logged. {how_to_validate}"
             )
         tunes = self.options.get("prior_precision", AUTO) == AUTO
-        self.posterior = self._laplace(model).fit(train_loader, val_loader if tunes else None)
+        with in_evaluation_mode(model):
+            self.posterior = self._laplace(model).fit(train_loader, val_loader if tunes else None)
         scored = val_loader if test_loader is None else test_loader
         if scored is not None:
             self.evaluation = self.posterior.evaluate(scored)

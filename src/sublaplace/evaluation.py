@@ -120,7 +120,7 @@ class Evaluation:
         axes.set_xlabel("confidence" if classes else "level of the interval")
         axes.set_ylabel("accuracy" if classes else "share of targets inside")
         title = None if self.posterior.counts is None else "marker area: inputs per bin"
-        axes.legend(loc="lower right", title=title, title_fontsize="small")
+        axes.legend(loc="upper left", title=title, title_fontsize="small")
         return axes
 
     def plot_rejection(self, axes: Any = None) -> Any:

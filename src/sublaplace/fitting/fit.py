@@ -76,6 +76,7 @@ def fit(
 ) -> Fitted:
     """Fit the posterior; `folder` is that of a checkpoint, `validated` says that λ will be tuned on other data."""
     certify = certify or options.chooses_dim
+    _warn_of_training_mode(model)
     checkpoint = None
     budget = options.resources.memory_budget
     if folder is not None:
@@ -99,6 +100,21 @@ def fit(
     if checkpoint is not None:
         checkpoint.remove()
     return fitted
+
+
+def _warn_of_training_mode(model: nn.Module) -> None:
+    """Warn if a module is in training mode, and would give other outputs in evaluation mode."""
+    if any(module.training and _depends_on_mode(module) for module in model.modules()):
+        warn(
+            "The model is in training mode, with dropout or batch norm. The posterior is that of its evaluation mode. "
+            "Call model.eval() before the fit, and before you use the network itself."
+        )
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _warn_of_augmentation(loader: Iterable[Any]) -> None:

@@ -107,6 +107,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and each module back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def borrowed(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode with no parameter requiring grad, and restore it afterwards.
 

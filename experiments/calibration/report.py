@@ -97,9 +97,9 @@ _KIND_TEXT = {
     "score of all 10,000 test pictures; of VaLLA with Monte Carlo, the NLL alone. Methods marked with * saw the labels "
     "of the half of the test set that they were not scored on. Beyond ResNet20, sublaplace predicts a half "
     "from the pass that tunes λ on it for the other, "
-    "with variances interpolated in λ, right to half a percent. Seconds count shared work for each half. VaLLA's "
-    "figures are from the result files of its authors (github.com/Ludvins/Variational-LLA; 100 inducing points, probit, mean "
-    "of five seeds).",
+    "with variances interpolated in λ, right to 0.4 %. Seconds count shared work for each half. VaLLA's "
+    "figures are from the result files of its authors (github.com/Ludvins/Variational-LLA; 100 inducing points, "
+    "probit, mean of five seeds).",
     "development": "Defaults were chosen on these sets, so they flatter sublaplace.",
 }
 

@@ -77,8 +77,8 @@ class ValidationData:
     def covariance(self, log_tau: float) -> Tensor:
         """Return V at any τ of the range: (n, C), or (n, C, C).
 
-        The interpolation is a polynomial in ln τ, of ln V for variances and of √τ V for matrices. It is right to half a
-        percent, but for matrices next to the ends of the grid, where it is right to four percent.
+        The interpolation is a polynomial in ln τ, of ln V for variances and of √τ V for matrices. It is right to 0.4
+        percent; matrices in the outermost decades are right to four percent.
         """
         near, factors = _interpolation(self.taus, log_tau)
         around = self.covariances[near]

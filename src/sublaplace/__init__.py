@@ -7,7 +7,8 @@ from sublaplace.curvature.precision import BlockPrecision, isotropic_precision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.data.subspace_inputs import Drawn, Perturbed
 from sublaplace.fitting.estimating import Estimate
-from sublaplace.fitting.map_training import Training, train
+from sublaplace.fitting.map_training import train
+from sublaplace.fitting.training_recipe import Training
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.chunks import ChunkPolicy
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians

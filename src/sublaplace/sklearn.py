@@ -15,7 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from sublaplace.fitting.map_training import Recipe, Training, adam, trained, training_options
+from sublaplace.fitting.map_training import trained
+from sublaplace.fitting.training_recipe import Recipe, Training, adam, training_options
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.likelihoods.base import Likelihood
 from sublaplace.model.likelihoods.categorical import Categorical

@@ -6,72 +6,33 @@ several times in the first half of the training (Immer et al., 2021).
 """
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from math import exp, isfinite, log
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sublaplace.arguments import checked_options
-from sublaplace.curvature.cache import Curvatures
 from sublaplace.data.batches import batches
 from sublaplace.data.loaders import checked_loader, with_labels_under
 from sublaplace.fitting.fit import new_linearization
-from sublaplace.fitting.steps import curvature_stream
 from sublaplace.fitting.survey import Survey, survey_of
-from sublaplace.fitting.tuning import evidence_of, layer_priors
+from sublaplace.fitting.training_evidence import first_likelihood, first_prior, spread_of, tune
+from sublaplace.fitting.training_recipe import OptimizerFactory, Recipe, Training, optimizer_factory, training_options
 from sublaplace.fitting.validation import check_first_batch
 from sublaplace.jacobians.network import Forward, Network
 from sublaplace.model.borrowing import claimed, full_precision
 from sublaplace.model.calling import call_model
-from sublaplace.model.layer_priors import PriorPrecision, reference_prior, units_of
+from sublaplace.model.layer_priors import PriorPrecision
 from sublaplace.model.likelihoods.at_positions import at_positions
 from sublaplace.model.likelihoods.base import Likelihood, Noise
-from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
 from sublaplace.model.output_layout import FlatOutputs
 from sublaplace.model.parameters import HALF_PRECISIONS, ParameterLayout
-from sublaplace.options import EVIDENCE, Complement, Options, Resources
-from sublaplace.posteriors.evidence import Evidence, golden_section
-from sublaplace.runtime.checks import checked_count, checked_positive
+from sublaplace.options import EVIDENCE, Resources
+from sublaplace.runtime.checks import checked_count
 from sublaplace.runtime.progress import shown
-
-SMALLEST_NOISE = 1e-3
-"""Lower bound on σ relative to the spread of the targets; without it, exactly fitted residuals would lead σ to zero."""
-
-DEFAULT_LEARNING_RATE = 1e-3
-
-_ROUNDS = 10  # how often λ and σ are tuned in the first half of the training
-_FIRST_NOISE, _LARGEST_NOISE = 0.5, 2.0  # σ at first and at most, relative to the spread of the targets
-
-Parameters = list[nn.Parameter]
-OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
-
-
-@dataclass
-class Training:
-    """The result of a training, for ``SubspaceLaplace(model, result.likelihood, prior_precision=…)``.
-
-    Args:
-        prior_precision: λ, one number or, with ``prior_structure="layer"``, one for each parameter by name.
-        likelihood: the likelihood with the σ in use.
-        objective: mean −ln p(y|f) + λ/2N ‖θ‖² after each epoch, as measured during the epoch.
-        evidence: ln p(D) of the KFAC approximation, each time λ and σ were tuned.
-        validation_nll: mean −ln p(y|f) of the validation data after each epoch; empty without them.
-    """
-
-    prior_precision: PriorPrecision
-    likelihood: Likelihood
-    objective: list[float] = field(default_factory=list)
-    evidence: list[float] = field(default_factory=list)
-    validation_nll: list[float] = field(default_factory=list)
-
-    @property
-    def noise_std(self) -> Noise | None:
-        """σ of regression; None for a likelihood without noise."""
-        return self.likelihood.noise_std
 
 
 def train(
@@ -131,7 +92,11 @@ def train(
         raise ValueError(f"Unknown prior_precision '{prior_precision}'; give a positive number or '{EVIDENCE}'.")
     options = training_options(likelihood, prior_precision, prior_structure, seed, resources, labels_key)
     recipe = Recipe(
-        options, checked_count(epochs, "epochs"), _factory(optimizer, learning_rate), forward or call_model, progress
+        options,
+        checked_count(epochs, "epochs"),
+        optimizer_factory(optimizer, learning_rate),
+        forward or call_model,
+        progress,
     )
     if recipe.tunes and recipe.epochs < 2:
         raise ValueError(
@@ -151,7 +116,7 @@ def train(
         held_out = None if val_loader is None else read("val_loader", val_loader)
         try:
             survey = _survey(model, seen, recipe, held_out)
-            return trained(model, data, seen, survey.num_data, recipe, _spread(survey), held_out)
+            return trained(model, data, seen, survey.num_data, recipe, spread_of(survey), held_out)
         except Exception:
             model.load_state_dict(before)
             for module, training in modes:
@@ -161,70 +126,36 @@ def train(
             model.zero_grad()
 
 
-def training_options(
-    likelihood: str | Likelihood,
-    prior_precision: float | dict[str, float] | str,
-    prior_structure: str = "scalar",
-    seed: int = 0,
-    resources: Resources | None = None,
-    labels_key: str = "labels",
-) -> Options:
-    """Return checked options whose posterior is the KFAC approximation, by whose evidence λ and σ are tuned."""
-    whole = Complement("kfac", 1.0)
-    return checked_options(
-        likelihood, None, None, whole, prior_precision, prior_structure, None, labels_key, seed, resources
-    )
+def _require_trainable(model: nn.Module) -> None:
+    """Raise ValueError for parameters in half precision, in which small steps are lost."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype in HALF_PRECISIONS:
+            raise ValueError(
+                f"Parameter '{name}' is {p.dtype}, in which small steps are rounded away. Train in float32: convert "
+                "the trainable parameters with .float()."
+            )
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a network is trained.
-
-    Args:
-        options: the likelihood, whose σ is tuned if it is not given, λ, and the resources of KFAC.
-        epochs: passes over the data.
-        optimizer: from parameters to an optimizer without weight decay.
-        forward: how the model is called.
-        progress: show a bar.
-    """
-
-    options: Options
-    epochs: int
-    optimizer: OptimizerFactory
-    forward: Forward = call_model
-    progress: bool = False
-
-    @property
-    def tunes_prior(self) -> bool:
-        """Whether λ is tuned."""
-        return self.options.given_prior is None
-
-    @property
-    def tunes_noise(self) -> bool:
-        """Whether σ is tuned."""
-        return self.options.likelihood.has_noise and self.options.likelihood.noise_std is None
-
-    @property
-    def tunes(self) -> bool:
-        """Whether anything is tuned."""
-        return self.tunes_prior or self.tunes_noise
-
-    @property
-    def tuned_at(self) -> set[int]:
-        """The epochs before which λ and σ are tuned."""
-        if not self.tunes:
-            return set()
-        return {self.epochs * part // (2 * _ROUNDS) for part in range(1, _ROUNDS + 1)} - {0}
+def _checked(labels_key: str, name: str, loader: Any) -> Iterable[Any]:
+    return with_labels_under(labels_key, checked_loader(loader, name))
 
 
-def adam(learning_rate: float) -> OptimizerFactory:
-    """Return the factory of Adam with a learning rate."""
+def _flat(recipe: Recipe) -> Forward:
+    """Return how the model is called for flat outputs, as likelihoods take them."""
+    likelihood = recipe.options.likelihood
+    return FlatOutputs(recipe.forward, likelihood.class_dim) if likelihood.takes_positions else recipe.forward
 
-    def factory(parameters: Parameters) -> torch.optim.Optimizer:
-        fused = True if parameters[0].device.type == "cpu" else None
-        return torch.optim.Adam(parameters, learning_rate, fused=fused)
 
-    return factory
+def _survey(model: nn.Module, loader: Iterable[Any], recipe: Recipe, val_loader: Iterable[Any] | None) -> Survey:
+    """Look at the data with the untrained network: how many there are, and whether they fit."""
+    options = recipe.options
+    linearization = new_linearization(options, model, recipe.forward, options.resources.memory_budget)
+    units = options.given_units(linearization.layout)  # refuses unknown names
+    linearization = linearization if units is None else linearization.with_units(units)
+    with linearization.borrowed():
+        if val_loader is not None:
+            check_first_batch(val_loader, linearization, options.likelihood)
+        return survey_of(loader, linearization, options.likelihood, estimate=False)[0]
 
 
 def trained(
@@ -250,12 +181,12 @@ def trained(
     layout = ParameterLayout.of(model)
     parameters = layout.parameters(model)
     step = _Step(Network(model, _flat(recipe)))
-    result = Training(_first_prior(recipe, spread), _first_likelihood(recipe, spread))
+    result = Training(first_prior(recipe, spread), first_likelihood(recipe, spread))
     optimizer = recipe.optimizer(list(parameters.values()))
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs)
     for epoch in shown(range(recipe.epochs), "training", recipe.progress):
         if epoch in recipe.tuned_at:
-            _tune(result, model, evidence_loader, recipe, spread)
+            tune(result, model, evidence_loader, recipe, spread)
         priors = _by_name(result.prior_precision, layout)
         model.train()
         total, count = 0.0, 0
@@ -323,164 +254,5 @@ def _finite(loss: float, epoch: int) -> float:
     return loss
 
 
-# λ and σ --------------------------------------------------------------------------------------------------------------
-
-
-def _tune(result: Training, model: nn.Module, loader: Iterable[Any], recipe: Recipe, spread: Noise) -> None:
-    """Maximise KFAC's evidence at the current network over λ, then over σ, unless they are given."""
-    options = recipe.options
-    linearization = new_linearization(options, model, recipe.forward, options.resources.memory_budget)
-    with linearization.borrowed():
-        survey, _ = survey_of(loader, linearization, result.likelihood, estimate=False)
-        if isinstance(spread, tuple) and recipe.tunes_noise:
-            survey = survey.with_given_noise(_residual_stds(survey, spread))
-        tolerance = options.resources.tolerance(linearization.dtype)
-        samples = options.resources.samples(survey.num_outputs)
-        stream = curvature_stream(loader, linearization, survey, tolerance, samples=samples, seed=options.seed)
-        curvatures = Curvatures(stream, survey.num_data, survey.num_outputs)
-        prior = reference_prior(result.prior_precision)
-        curvatures.kfac(prior)
-    if options.prior_structure == "layer":
-        if recipe.tunes_prior:
-            result.prior_precision = layer_priors(curvatures, survey)
-        assert isinstance(result.prior_precision, dict)
-        prior, units = reference_prior(result.prior_precision), units_of(result.prior_precision, linearization.layout)
-        linearization = linearization.with_units(units)
-        curvatures = curvatures.in_units(linearization, units)
-    evidence = evidence_of(curvatures.kfac(prior), survey, linearization.squared_norm())
-    if options.prior_structure == "scalar" and recipe.tunes_prior:
-        prior = result.prior_precision = evidence.best_prior(survey.noise_std)
-    noise = survey.noise_std
-    if recipe.tunes_noise:
-        noise = _best_noise(evidence, prior, noise, spread)
-        result.likelihood = recipe.options.likelihood.with_given_noise(noise)
-    result.evidence.append(_value(evidence, prior, noise))
-
-
-def _best_noise(evidence: Evidence, prior: float, noise: Noise, spread: Noise) -> Noise:
-    """Return the σ of the largest evidence: one number, or all of `noise` times a common factor."""
-    if isinstance(noise, tuple):
-
-        def scaled(log_factor: float) -> float:
-            return _value(evidence.with_noise_factor(exp(log_factor)), prior, noise)
-
-        factor = exp(golden_section(scaled, -log(_LARGEST_NOISE), log(_LARGEST_NOISE), width=1e-3))
-        return tuple(factor * std for std in noise)
-
-    def value(log_noise: float) -> float:
-        return _value(evidence, prior, exp(log_noise))
-
-    assert isinstance(spread, float)
-    return exp(golden_section(value, log(SMALLEST_NOISE * spread), log(_LARGEST_NOISE * spread), width=1e-3))
-
-
-def _value(evidence: Evidence, prior: float, noise: Noise) -> float:
-    """Return ln p(D) at λ and σ."""
-    at = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (prior, noise))
-    return evidence(*at).item()
-
-
-def _residual_stds(survey: Survey, spread: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the root mean square of each output's residuals, with the lower bound on σ."""
-    squares = (survey.residuals.squares / survey.residuals.count).sqrt().tolist()
-    return tuple(max(std, SMALLEST_NOISE * scale) for std, scale in zip(squares, spread, strict=True))
-
-
-def _first_likelihood(recipe: Recipe, spread: Noise) -> Likelihood:
-    likelihood = recipe.options.likelihood
-    if not recipe.tunes_noise:
-        return likelihood
-    stds = tuple(_FIRST_NOISE * std for std in spread) if isinstance(spread, tuple) else _FIRST_NOISE * spread
-    return likelihood.with_given_noise(stds)
-
-
-def _first_prior(recipe: Recipe, spread: Noise) -> PriorPrecision:
-    """Return λ until it is tuned: 1, or less where large targets may need large parameters."""
-    given = recipe.options.prior_precision
-    largest = max(spread) if isinstance(spread, tuple) else spread
-    return min(1.0, largest**-2) if isinstance(given, str) else given
-
-
 def _by_name(prior: PriorPrecision, layout: ParameterLayout) -> dict[str, float]:
     return prior if isinstance(prior, dict) else dict.fromkeys(layout.names, prior)
-
-
-# The model and the data before the first step -------------------------------------------------------------------------
-
-
-def _checked(labels_key: str, name: str, loader: Any) -> Iterable[Any]:
-    return with_labels_under(labels_key, checked_loader(loader, name))
-
-
-def _flat(recipe: Recipe) -> Forward:
-    """Return how the model is called for flat outputs, as likelihoods take them."""
-    likelihood = recipe.options.likelihood
-    return FlatOutputs(recipe.forward, likelihood.class_dim) if likelihood.takes_positions else recipe.forward
-
-
-def _survey(model: nn.Module, loader: Iterable[Any], recipe: Recipe, val_loader: Iterable[Any] | None) -> Survey:
-    """Look at the data with the untrained network: how many there are, and whether they fit."""
-    options = recipe.options
-    linearization = new_linearization(options, model, recipe.forward, options.resources.memory_budget)
-    units = options.given_units(linearization.layout)  # refuses unknown names
-    linearization = linearization if units is None else linearization.with_units(units)
-    with linearization.borrowed():
-        if val_loader is not None:
-            check_first_batch(val_loader, linearization, options.likelihood)
-        return survey_of(loader, linearization, options.likelihood, estimate=False)[0]
-
-
-def _spread(survey: Survey) -> Noise:
-    """Return the standard deviation of the untrained network's residuals, a measure of the targets' spread."""
-    if not survey.likelihood.has_noise or survey.likelihood.noise_estimate is None:
-        return 1.0
-    residuals = survey.residuals
-    if survey.likelihood.noise_estimate != PER_OUTPUT:
-        return _std(float(residuals.spread.sum() / residuals.count.sum()))
-    return tuple(_std(variance) for variance in (residuals.spread / residuals.count).tolist())
-
-
-def _std(variance: float) -> float:
-    if not variance > 0:
-        raise ValueError(
-            "The targets differ from the network's outputs by a constant, so there is no scale to search σ in; give "
-            "it, as in Gaussian(0.1)."
-        )
-    return variance**0.5
-
-
-def _require_trainable(model: nn.Module) -> None:
-    """Raise ValueError for parameters in half precision, in which small steps are lost."""
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype in HALF_PRECISIONS:
-            raise ValueError(
-                f"Parameter '{name}' is {p.dtype}, in which small steps are rounded away. Train in float32: convert "
-                "the trainable parameters with .float()."
-            )
-
-
-def _factory(optimizer: Any, learning_rate: Any) -> OptimizerFactory:
-    """Return a factory of optimizers that refuses what is no optimizer, or has weight decay of its own."""
-    if optimizer is None:
-        rate = DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
-        return adam(checked_positive(rate, "learning_rate"))
-    if learning_rate is not None:
-        raise ValueError("learning_rate has no effect with an optimizer of your own; give it there.")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise TypeError(
-            "optimizer must be a function from the list of parameters to an optimizer, such as "
-            "partial(torch.optim.SGD, lr=0.1)."
-        )
-
-    def factory(parameters: Parameters) -> torch.optim.Optimizer:
-        made = optimizer(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must return a torch.optim.Optimizer, not {type(made).__name__}.")
-        if any(group.get("weight_decay", 0) for group in made.param_groups):
-            raise ValueError(
-                "The optimizer has a weight decay of its own, but λ stands for it; give weight_decay=0, and "
-                "prior_precision=N·weight_decay if you want to keep its value."
-            )
-        return made
-
-    return factory

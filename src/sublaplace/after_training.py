@@ -69,3 +69,24 @@ class AfterTraining:
 
     def _laplace(self, model: nn.Module) -> SubspaceLaplace:
         return SubspaceLaplace(model, self.likelihood, **self.options)
+
+
+class Results:
+    """What callbacks show of the `AfterTraining` that they hold as `_after`."""
+
+    _after: AfterTraining
+
+    @property
+    def posterior(self) -> SubspaceLaplace | None:
+        """The fitted posterior; None before the end of the training."""
+        return self._after.posterior
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The plain network next to the posterior; None before the end, and without validation data."""
+        return self._after.evaluation
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was logged."""
+        return self._after.metrics

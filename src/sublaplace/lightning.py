@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from sublaplace.after_training import AfterTraining
-from sublaplace.evaluation import Evaluation
-from sublaplace.laplace import SubspaceLaplace
+from sublaplace.after_training import AfterTraining, Results
 from sublaplace.model.likelihoods.base import Likelihood
 
 try:
@@ -20,7 +18,7 @@ except ImportError as error:
     raise ImportError("sublaplace.lightning needs Lightning: pip install 'sublaplace[lightning]'.") from error
 
 
-class SubspaceLaplaceCallback(Callback):
+class SubspaceLaplaceCallback(Results, Callback):
     """A callback that fits `SubspaceLaplace` at the end of the training, and logs its scores.
 
     λ (and σ) are tuned on the validation data of the trainer. The scores of the plain network and of the posterior,
@@ -53,21 +51,6 @@ class SubspaceLaplaceCallback(Callback):
         self._network = network
         self._train_loader, self._val_loader, self._test_loader = train_loader, val_loader, test_loader
         self._after = AfterTraining(likelihood, options)
-
-    @property
-    def posterior(self) -> SubspaceLaplace | None:
-        """The fitted posterior; None before the end of the training."""
-        return self._after.posterior
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The plain network next to the posterior; None before the end, and without validation data."""
-        return self._after.evaluation
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What was logged."""
-        return self._after.metrics
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options before the training."""

@@ -6,9 +6,7 @@ Install with ``pip install 'sublaplace[huggingface]'``.
 from collections.abc import Iterable
 from typing import Any
 
-from sublaplace.after_training import AfterTraining
-from sublaplace.evaluation import Evaluation
-from sublaplace.laplace import SubspaceLaplace
+from sublaplace.after_training import AfterTraining, Results
 from sublaplace.model.likelihoods.base import Likelihood
 
 try:
@@ -17,7 +15,7 @@ except ImportError as error:
     raise ImportError("sublaplace.transformers needs transformers: pip install 'sublaplace[huggingface]'.") from error
 
 
-class SubspaceLaplaceCallback(TrainerCallback):
+class SubspaceLaplaceCallback(Results, TrainerCallback):
     """A callback that fits `SubspaceLaplace` at the end of the training, and logs its scores.
 
     λ (and σ) are tuned on the data that the trainer evaluated. The scores of the plain network and of the posterior,
@@ -46,21 +44,6 @@ class SubspaceLaplaceCallback(TrainerCallback):
         super().__init__()
         self._train_loader, self._val_loader, self._test_loader = train_loader, val_loader, test_loader
         self._after = AfterTraining(likelihood, options)
-
-    @property
-    def posterior(self) -> SubspaceLaplace | None:
-        """The fitted posterior; None before the end of the training."""
-        return self._after.posterior
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The plain network next to the posterior; None before the end, and without validation data."""
-        return self._after.evaluation
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What was logged."""
-        return self._after.metrics
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -38,6 +38,7 @@ class Call:
 
 _RELU = (F.relu, torch.relu, Tensor.relu)
 _MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
+_CONVOLUTIONS = (F.conv2d, torch.conv2d)
 _LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
 
 
@@ -127,6 +128,8 @@ class Capture(TorchFunctionMode):
 
     def _without_parameters(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the call, with max(ReLU(x)) replaced by ReLU(max(x)), which costs less and has equal gradients."""
+        if self.channels_last and func in _CONVOLUTIONS and len(args) > 1 and args[1].is_floating_point():
+            args = (args[0], args[1].clone(memory_format=torch.channels_last), *args[2:])
         if func in _MAX_POOL and args and self._rectified is not None and args[0] is self._rectified[0]:
             return torch.relu(func(self._rectified[1], *args[1:], **kwargs))
         result = func(*args, **kwargs)

@@ -51,11 +51,14 @@ def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
+    found: list[Tensor] = []
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):  # the common case, without a call for every number
+                found.append(item)
+            elif isinstance(item, list | tuple | dict):
+                found += _tensors(item)
+    return found
 
 
 def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
@@ -108,8 +111,9 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [t for t in _tensors(args) + _tensors(kwargs) if id(t) in self.parameters]
-        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in _tensors(args) + _tensors(kwargs)):
+        given = _tensors(args) + _tensors(kwargs) if kwargs else _tensors(args)
+        used = [t for t in given if id(t) in self.parameters]
+        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in given):
             self.last_linear = tuple(self.parameters[id(t)] for t in used)
         if not used:
             return self._without_parameters(func, args, kwargs)

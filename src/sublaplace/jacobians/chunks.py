@@ -7,7 +7,7 @@ from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
-_PASSING_CHUNK = 8 * 2**20  # bytes; the same where only outputs of calls pass by, and no graph keeps them
+_PASSING_CHUNK = 16 * 2**20  # bytes; the same where only outputs of calls pass by, and no graph keeps them
 _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
 _TANGENTS_AT_ONCE = 5  # in forward mode; more leave the caches

@@ -6,13 +6,15 @@ from dense_reference import dense_jacobian, dense_outputs, sigmoid_hessians, sof
 from networks import make
 from torch import nn
 
-from sublaplace import Bernoulli, Categorical, Gaussian, SubspaceLaplace
+from sublaplace import Bernoulli, Categorical, Gaussian, Subset, SubspaceLaplace, projector
 from sublaplace.curvature import last_layer
 from sublaplace.fitting import steps
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
+from sublaplace.posteriors import last_layer as last_layer_variances
+from sublaplace.posteriors import subspace
 
 C, F, N = 4, 5, 20
 
@@ -352,3 +354,35 @@ def test_the_two_ways_to_sum_up_a_last_layer_agree(tmp_path):
     assert made.prior_precision == pytest.approx(apart.prior_precision, rel=1e-9)
     x = data(6, seed=5)[0]
     assert torch.allclose(made.functional_covariance(x), apart.functional_covariance(x), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_variances_of_a_last_layer_are_the_diagonals_of_its_covariances(transposed, monkeypatch):
+    model, (inputs, labels) = network(transposed), data()
+    la = SubspaceLaplace.paper(model, "classification", projector="last-layer").fit(batches(inputs, labels))
+    x = data(6, seed=5)[0]
+    expected = la.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    called = []
+    factors = last_layer_variances.output_factors
+    monkeypatch.setattr(subspace, "output_factors", lambda *args: called.append(1) or factors(*args))
+    assert torch.allclose(la.functional_variance(x), expected, rtol=1e-12)
+    la.functional_variance(x)
+    assert len(called) == 1
+    again = la.with_prior(7.0)
+    expected = again.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    assert torch.allclose(again.functional_variance(x), expected, rtol=1e-12)
+
+
+def test_a_part_of_a_last_layer_has_rows_of_its_own():
+    model, (inputs, labels) = network(), data()
+
+    @projector("half of the head", needs_inputs=False, stores_matrix=False)
+    def half(context):
+        layout = context.linearization.layout
+        start = layout.slices["head.weight"].start
+        return Subset(layout, torch.arange(start, start + 9), context.linearization.dtype)
+
+    la = SubspaceLaplace(model, "classification", 9, projector=half).fit(batches(inputs, labels))
+    x = data(6, seed=5)[0]
+    expected = la.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    assert torch.allclose(la.functional_variance(x), expected, rtol=1e-12)

@@ -39,6 +39,7 @@ class StageMemory:
     sums: int  # the same while they are summed and decomposed
     by_row: int  # a chunk of a pass for sums over rows
     chunk: int  # a chunk of a pass for products
+    predicted: int  # the same in predictions, whose batches are not joined
     rows: int  # whitened rows of X′, their covariance and its eigenvectors
     vectors: int  # P
     beside: int  # further p × s matrices, of a complement
@@ -76,7 +77,8 @@ class StageMemory:
         samples = options.resources.samples(C) or C
         per_input = _bytes(inputs) // num_inputs(inputs)
         alone = options.projector is not None and options.projector.last_layer and options.outside is None
-        wanted = Wanted(names=frozenset(engine.last_linear())) if alone and engine.ends_linear() else ROWS
+        surveyed = alone and engine.ends_linear()  # the survey makes the curvature
+        wanted = Wanted(names=frozenset(engine.last_linear())) if surveyed else ROWS
         shapes = [engine.layout.shape(name) for name in engine.layout.names if wanted.includes((name,))]
         factors = sum(_factor_entries(shape) for shape in shapes)
         largest = max(_sides(shape)[1] for shape in shapes)
@@ -101,8 +103,9 @@ class StageMemory:
             data=_BESIDE + per_input * min(real.num_data, drawn) + p * (2 * item + 8),
             factors=factors * item,
             sums=factors * (8 + item) + 3 * 8 * largest**2,
-            by_row=one_row * by_row,
-            chunk=product * min(portion, at_once),
+            by_row=0 if surveyed else one_row * by_row,
+            chunk=0 if surveyed else product * min(portion, at_once),
+            predicted=product * min(batch_size, at_once),
             rows=min(real.rows * p * item, budget)
             + 3 * 8 * min(real.rows, DENSE_ROWS) ** 2
             + _PANELS * (real.rows > 0),
@@ -127,9 +130,9 @@ class StageMemory:
             "projector": self.data + max(self.sums + self.by_row, self.factors + self.rows + self.vectors + self.chunk),
             "complement's weight": self.data + self.held + self.weighted + self.beside,
             "leave-one-out": self.data + self.held + self.left_out + self.chunk,
-            "validation": self.data + self.held + self.validated + self.swept + self.chunk,
+            "validation": self.data + self.held + self.validated + self.swept + self.predicted,
             "KFAC's traces": self.held + self.chunk,
-            "prediction": self.held + self.chunk,
+            "prediction": self.held + self.predicted,
         }.get(name, self.data + self.factors + self.vectors + self.beside + self.chunk)
 
 

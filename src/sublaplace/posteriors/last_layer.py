@@ -1,8 +1,8 @@
 r"""Variances of a subspace that is the last linear layer, whose rows :math:`e_c \otimes a` need not be formed.
 
 With the columns :math:`W_c` of :math:`L^{-1}` that belong to output c, the variance is :math:`\|W_c a\|^2`. The
-triangular factor :math:`R_c` of :math:`W_c = Q_c R_c` has as few rows as the layer has inputs, and gives the same sum of
-squares.
+triangular factor :math:`R_c` of :math:`W_c = Q_c R_c` has as few rows as the layer has inputs. The sum of squares is
+the same.
 """
 
 import torch

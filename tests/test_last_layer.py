@@ -6,7 +6,7 @@ from dense_reference import dense_jacobian, dense_outputs, sigmoid_hessians, sof
 from networks import make
 from torch import nn
 
-from sublaplace import Bernoulli, Categorical, Gaussian, Subset, SubspaceLaplace, projector
+from sublaplace import Bernoulli, Categorical, Gaussian, Subset, SubspaceLaplace
 from sublaplace.curvature import last_layer
 from sublaplace.fitting import steps
 from sublaplace.jacobians.blocks import OuterBlock
@@ -376,13 +376,12 @@ def test_variances_of_a_last_layer_are_the_diagonals_of_its_covariances(transpos
 def test_a_part_of_a_last_layer_has_rows_of_its_own():
     model, (inputs, labels) = network(), data()
 
-    @projector("half of the head", needs_inputs=False, stores_matrix=False)
     def half(context):
         layout = context.linearization.layout
         start = layout.slices["head.weight"].start
         return Subset(layout, torch.arange(start, start + 9), context.linearization.dtype)
 
-    la = SubspaceLaplace(model, "classification", 9, projector=half).fit(batches(inputs, labels))
+    la = SubspaceLaplace.paper(model, "classification", 9, projector=half).fit(batches(inputs, labels))
     x = data(6, seed=5)[0]
     expected = la.functional_covariance(x).diagonal(dim1=1, dim2=2)
     assert torch.allclose(la.functional_variance(x), expected, rtol=1e-12)

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from sublaplace import Estimate, SubspaceLaplace
 from sublaplace.data.loaders import num_data
-from sublaplace.fitting.estimating import Rates, Sizes, scaled_stage
 from sublaplace.fitting.fitted import Stage
+from sublaplace.fitting.scaling import Rates, Sizes, scaled_stage
 from sublaplace.runtime.stopwatch import Stopwatch
 
 

@@ -6,13 +6,15 @@ from dense_reference import dense_jacobian, dense_outputs, sigmoid_hessians, sof
 from networks import make
 from torch import nn
 
-from sublaplace import Bernoulli, Categorical, Gaussian, SubspaceLaplace
+from sublaplace import Bernoulli, Categorical, Gaussian, Subset, SubspaceLaplace
 from sublaplace.curvature import last_layer
 from sublaplace.fitting import steps
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.head import HeadBlock
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
+from sublaplace.posteriors import last_layer as last_layer_variances
+from sublaplace.posteriors import subspace
 
 C, F, N = 4, 5, 20
 
@@ -255,3 +257,131 @@ def test_the_blocks_of_a_last_layer_with_positions_keep_their_gradients():
     model = nn.Sequential(nn.Conv1d(2, C, 3), nn.Flatten()).double()
     jacobian = Linearization(model).jacobian(torch.randn(5, 2, 3, dtype=torch.float64))
     assert isinstance(jacobian.blocks["0.weight"], OuterBlock)
+
+
+class Sizes(list):
+    """Numbers of inputs; no setting of the network that holds it."""
+
+
+class Passed(nn.Module):
+    """A network that remembers how many inputs each forward pass had; `inner` ends in the last layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.sizes = inner, Sizes()
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("largest", [5000, 1])
+@pytest.mark.parametrize("prior", [0.4, "evidence"])
+def test_a_fit_of_the_last_layer_runs_each_training_input_through_the_network_once(prior, largest, monkeypatch):
+    monkeypatch.setattr(steps, "LARGEST_EXACT_LAST_LAYER", largest)
+    model, (inputs, labels) = Passed(network()), data()
+    la = SubspaceLaplace(model, "classification", projector="last-layer", prior_precision=prior)
+    read = []
+
+    class Loader:
+        def __iter__(self):
+            for batch in batches(inputs, labels, size=5):
+                read.append(len(batch[0]))
+                yield batch
+
+    la.fit(Loader())
+    assert sum(size for size in model.sizes if size > 3) == N  # the network is probed with three inputs and fewer
+    assert sum(read) == N
+    model.sizes.clear()
+    la(data(30)[0])
+    la.functional_variance(data(9)[0])
+    assert model.sizes == [30, 9]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_exact_last_layer_is_that_of_brute_force(name, transposed):
+    likelihood, targets_of, hessians_of = LIKELIHOODS[name]
+    model, (inputs, labels) = network(transposed), data()
+    targets, weights = targets_of(labels), torch.rand(N, generator=torch.Generator().manual_seed(3)).double()
+    la = SubspaceLaplace.paper(model, likelihood, prior_precision=0.3, projector="last-layer")
+    la.fit(batches(inputs, targets, weights))
+    names = ("matrix",) if transposed else ("head.weight", "head.bias")
+    places = torch.cat([torch.full((p.numel(),), key in names) for key, p in model.named_parameters()])
+    rows = dense_jacobian(model, inputs)[:, places]
+    counted = likelihood.counted(targets)
+    each = weights[:, None].expand(N, C) if counted is None else weights[:, None] * counted
+    roots = each.sqrt().expand(N, C)
+    H = roots[:, :, None] * hessians_of(dense_outputs(model, inputs)) * roots[:, None, :]
+    precision = rows.T @ torch.block_diag(*H) @ rows + 0.3 * torch.eye(rows.shape[1], dtype=torch.float64)
+    x = data(6, seed=5)[0]
+    own = dense_jacobian(model, x)[:, places]
+    expected = own @ torch.linalg.solve(precision, own.T)
+    assert torch.allclose(la.functional_covariance(x, joint=True), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_last_layer_that_some_inputs_use_otherwise_takes_a_pass_of_its_own():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            outputs = self.inner(x)
+            return outputs / 2 if (x[:, 0] > 9).any() else outputs
+
+    model, (inputs, labels) = Passed(Sometimes()), data()
+    inputs[10:, 0] = 10.0
+    la = SubspaceLaplace.paper(model, "classification", projector="last-layer")
+    la.fit(batches(inputs, labels, size=10))
+    assert sum(size for size in model.sizes if size > 3) > N
+    scale = torch.where(inputs[:, :1] > 9, 0.5, 1.0).double()
+    rows = dense_jacobian(model.inner.inner, inputs)[:, head_places(model.inner.inner)] * scale.repeat_interleave(C, 0)
+    hessians = softmax_hessians(dense_outputs(model.inner.inner, inputs) * scale)
+    precision = rows.T @ torch.block_diag(*hessians) @ rows + torch.eye(rows.shape[1], dtype=torch.float64)
+    expected = rows @ torch.linalg.solve(precision, rows.T)
+    found = torch.cat([la.functional_variance(part).flatten() for part in inputs.split(10)])
+    assert torch.allclose(found, expected.diagonal(), atol=1e-10)
+
+
+def test_the_two_ways_to_sum_up_a_last_layer_agree(tmp_path):
+    """A checkpoint makes the curvature in a pass of its own."""
+    model, (inputs, labels) = network(), data()
+    made = SubspaceLaplace(model, "classification", projector="last-layer")
+    apart = SubspaceLaplace(model, "classification", projector="last-layer")
+    made.fit(batches(inputs, labels))
+    apart.fit(batches(inputs, labels), checkpoint=tmp_path)
+    assert made.prior_precision == pytest.approx(apart.prior_precision, rel=1e-9)
+    x = data(6, seed=5)[0]
+    assert torch.allclose(made.functional_covariance(x), apart.functional_covariance(x), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_variances_of_a_last_layer_are_the_diagonals_of_its_covariances(transposed, monkeypatch):
+    model, (inputs, labels) = network(transposed), data()
+    la = SubspaceLaplace.paper(model, "classification", projector="last-layer").fit(batches(inputs, labels))
+    x = data(6, seed=5)[0]
+    expected = la.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    called = []
+    factors = last_layer_variances.output_factors
+    monkeypatch.setattr(subspace, "output_factors", lambda *args: called.append(1) or factors(*args))
+    assert torch.allclose(la.functional_variance(x), expected, rtol=1e-12)
+    la.functional_variance(x)
+    assert len(called) == 1
+    again = la.with_prior(7.0)
+    expected = again.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    assert torch.allclose(again.functional_variance(x), expected, rtol=1e-12)
+
+
+def test_a_part_of_a_last_layer_has_rows_of_its_own():
+    model, (inputs, labels) = network(), data()
+
+    def half(context):
+        layout = context.linearization.layout
+        start = layout.slices["head.weight"].start
+        return Subset(layout, torch.arange(start, start + 9), context.linearization.dtype)
+
+    la = SubspaceLaplace.paper(model, "classification", 9, projector=half).fit(batches(inputs, labels))
+    x = data(6, seed=5)[0]
+    expected = la.functional_covariance(x).diagonal(dim1=1, dim2=2)
+    assert torch.allclose(la.functional_variance(x), expected, rtol=1e-12)

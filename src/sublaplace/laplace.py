@@ -196,7 +196,8 @@ class SubspaceLaplace:
 
         A batch may hold sample weights as well, (inputs, targets, weights): weight 2 counts like the input given twice.
         For outputs with positions, weights or a mask may have the targets' shape.
-        The data are read a few times: once to look at them, once or twice for the curvature. If anything fails, the
+        The data are read a few times: once to look at them, once or twice for the curvature. The last layer alone needs
+        one reading. If anything fails, the
         model and this object are as before.
 
         Args:

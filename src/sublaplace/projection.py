@@ -115,6 +115,14 @@ class Subset:
     def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
         return self.layout.split_indices(self.indices)
 
+    @cached_property
+    def whole_parameters(self) -> tuple[str, ...] | None:
+        """The parameters of which every entry is selected, in order; None if other entries are selected as well."""
+        slices = self.layout.slices
+        names = tuple(name for name in self.layout.names if name in self._parts)
+        every = torch.cat([torch.arange(slices[name].start, slices[name].stop, device="cpu") for name in names])
+        return names if torch.equal(self.indices.cpu(), every) else None
+
     @property
     def support(self) -> frozenset[str]:
         return frozenset(self._parts)

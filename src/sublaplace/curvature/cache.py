@@ -8,6 +8,7 @@ from sublaplace.curvature.exact import exact_bytes, exact_ggn
 from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.kfac import kronecker_ggn
 from sublaplace.curvature.last_layer import last_layer_ggn
+from sublaplace.curvature.last_layer_sums import LastLayerSums
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.linearization import Linearization
@@ -25,6 +26,7 @@ class Curvatures:
     stream: CurvatureStream
     num_data: int  # N
     num_outputs: int  # C
+    last_layer_sums: LastLayerSums | None = None  # what an earlier pass over the data has summed
     _blocks: dict[str, BlockPrecision] = field(default_factory=dict)
     _exact: dict[float, Exact] = field(default_factory=dict)  # by λ, because each holds its factorisation
 
@@ -45,8 +47,13 @@ class Curvatures:
     def last_layer(self, names: tuple[str, ...], prior_precision: float) -> BlockPrecision:
         """Return Λ of the last linear layer, with the parameters `names`, with the Kronecker-factored GGN."""
         if "last layer" not in self._blocks:
+            summed = None if self.last_layer_sums is None else self.last_layer_sums.kronecker
             with self._counted():
-                self._blocks["last layer"] = last_layer_ggn(self.stream, names, self.num_outputs, prior_precision)
+                self._blocks["last layer"] = (
+                    last_layer_ggn(self.stream, names, self.num_outputs, prior_precision)
+                    if summed is None
+                    else summed.precision(self.stream.linearization, prior_precision).scaled(self.stream.scale)
+                )
         return self._blocks["last layer"].with_prior(prior_precision)
 
     def exact(self, prior_precision: float) -> Exact:
@@ -77,7 +84,7 @@ class Curvatures:
         """Return the curvatures with respect to parameters in other units; what was computed is converted."""
         stream = replace(self.stream, linearization=linearization)
         blocks = {kind: precision.in_units(units) for kind, precision in self._blocks.items()}
-        return Curvatures(stream, self.num_data, self.num_outputs, blocks)
+        return Curvatures(stream, self.num_data, self.num_outputs, _blocks=blocks)
 
     def has(self, kind: str) -> bool:
         """Return whether a form, "kfac" or "diagonal", has been computed."""

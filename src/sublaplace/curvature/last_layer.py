@@ -10,6 +10,7 @@ from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.stream import CurvatureStream
 from sublaplace.jacobians.blocks import OuterBlock
 from sublaplace.jacobians.jacobian import Jacobian
+from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.likelihoods.base import Likelihood
 
@@ -24,13 +25,34 @@ class _Moments:
 
 
 @dataclass(frozen=True)
-class _HeadSums:
+class KroneckerSums:
+    """The sums of the Kronecker factors: Σ H of the outputs, and Σ w a aᵀ for each parameter of the layer."""
+
     likelihood: Likelihood
     names: tuple[str, ...]
     hessians: Tensor  # Σ H: (C, C), or its diagonal (C,)
     moments: dict[str, _Moments] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, likelihood: Likelihood, names: tuple[str, ...], num_outputs: int, device: torch.device
+    ) -> "KroneckerSums":
+        """Return empty sums."""
+        shape = (num_outputs,) if num_outputs > DENSE_OUTPUTS else (num_outputs, num_outputs)
+        return cls(likelihood, names, torch.zeros(shape, dtype=torch.float64, device=device))
+
+    def precision(self, linearization: Linearization, prior_precision: float) -> BlockPrecision:
+        """Return Λ of the last linear layer, without the likelihood's scale."""
+        parts: dict[str, Part] = {}
+        for name in linearization.layout.names:
+            if name in self.moments:
+                held = self.moments[name]
+                moment, hessians = held.inputs / held.terms, self.hessians[None]
+                parts[name] = KroneckerPart.of(moment, hessians, held.transposed, held.terms, linearization.dtype)
+        return BlockPrecision(linearization.layout, parts, prior_precision)
+
     def add(self, jacobian: Jacobian) -> None:
+        """Add inputs, whose Jacobian may be without rows."""
         weights = jacobian.target_weights
         self.hessians.add_(self.likelihood.hessian_sum(jacobian.outputs, weights, self.hessians.ndim == 1))
         for name in self.names:
@@ -48,6 +70,7 @@ class _HeadSums:
                 self.moments[name] = _Moments(moment, terms, block.transposed)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the sums so far."""
         result = {"hessians": self.hessians}
         for name, held in self.moments.items():
             result[f"inputs.{name}"] = held.inputs
@@ -55,6 +78,7 @@ class _HeadSums:
         return result
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from these sums."""
         self.hessians.copy_(tensors["hessians"])
         for name in self.names:
             if f"inputs.{name}" in tensors:
@@ -83,14 +107,6 @@ def last_layer_ggn(
         ValueError: if a parameter of the layer is used elsewhere, too.
     """
     linearization = stream.linearization
-    shape = (num_outputs,) if num_outputs > DENSE_OUTPUTS else (num_outputs, num_outputs)
-    hessians = torch.zeros(shape, dtype=torch.float64, device=linearization.device)
-    sums = _HeadSums(stream.likelihood, names, hessians)
+    sums = KroneckerSums.of(stream.likelihood, names, num_outputs, linearization.device)
     stream.accumulate("last layer", sums, wanted=Wanted(names=frozenset(names)), without_rows=True)
-    parts: dict[str, Part] = {}
-    for name in linearization.layout.names:
-        if name in sums.moments:
-            held = sums.moments[name]
-            moment = held.inputs / held.terms
-            parts[name] = KroneckerPart.of(moment, hessians[None], held.transposed, held.terms, linearization.dtype)
-    return BlockPrecision(linearization.layout, parts, prior_precision).scaled(stream.scale)
+    return sums.precision(linearization, prior_precision).scaled(stream.scale)

@@ -28,7 +28,9 @@ from sublaplace.runtime.memory import require
 from sublaplace.runtime.progress import shown
 from sublaplace.runtime.stopwatch import PASSES, Stopwatch
 
-_BUFFER = 2048  # inputs that are sorted by their number of directions
+LARGEST_PORTION = 2048
+"""Inputs that are sorted by their number of directions."""
+
 _SMALL_GROUP = 32  # smallest group of inputs; smaller groups are padded rather than run separately
 _COUNTED_BY_LENGTHS = 64  # outputs beyond which the directions of a few inputs are counted without forming them
 _MOST_OF_ROOTS = 2**25  # numbers in the roots of the output Hessians that are held at once, n·K·C
@@ -360,10 +362,10 @@ def _no_rows(outputs: Tensor) -> Tensor:
 
 
 def _buffered(portions: Iterable[_Portion]) -> Iterator[_Portion]:
-    """Join batches of the same shape to portions of about `_BUFFER` inputs."""
+    """Join batches of the same shape to portions of about `LARGEST_PORTION` inputs."""
     held: list[_Portion] = []
     for portion in portions:
-        full = sum(num_inputs(p.inputs) for p in held) + num_inputs(portion.inputs) > _BUFFER
+        full = sum(num_inputs(p.inputs) for p in held) + num_inputs(portion.inputs) > LARGEST_PORTION
         if held and (full or form(held[0].inputs) != form(portion.inputs)):
             yield _joined(held)
             held = []

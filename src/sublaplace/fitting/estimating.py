@@ -7,35 +7,28 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
-from sublaplace.curvature.operators import DENSE_OUTPUTS
-from sublaplace.data.batches import Batch, batches, num_inputs, plain, select
+from sublaplace.data.batches import Batch, batches, num_inputs, select
 from sublaplace.data.loaders import num_data
 from sublaplace.data.subspace_inputs import Given, joined_inputs
 from sublaplace.fitting.fit import fit, new_linearization
-from sublaplace.fitting.fitted import Fitted, Stage
-from sublaplace.fitting.leave_one_out import DIMENSIONS, num_left_out, num_with_positions
-from sublaplace.fitting.survey import survey_of
+from sublaplace.fitting.fitted import Fitted
+from sublaplace.fitting.leave_one_out import num_left_out, num_with_positions
+from sublaplace.fitting.scaling import Rates, Sizes, least_seconds, scaled_stage
+from sublaplace.fitting.stage_memory import StageMemory
 from sublaplace.fitting.tuning import tuned_on
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
-from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.options import Options
 from sublaplace.posteriors.weighting import SUBSAMPLE
-from sublaplace.projectors.low_rank import DENSE_ROWS
 from sublaplace.projectors.subspace_iteration import widened
-from sublaplace.runtime.memory import default_budget, readable
+from sublaplace.runtime.memory import readable
 
 _LONG_ENOUGH = 4.0  # seconds of a rehearsal; shorter ones are repeated with more inputs
-_SHORT = 0.5  # seconds; shorter work is timed three times, because other work on the machine disturbs it
 _MARGIN = 1.3  # rows of X′ in a rehearsal over s; a fifth of them may be held back
 _MOST_ROWS_AT_FIRST, _MOST_INPUTS_AT_FIRST, _FEWEST_INPUTS = 1600, 16, 4
 _FEWEST_WEIGHTED = 48  # inputs with which the weight of a complement is fitted at all
-_SEARCH_PASSES = 10  # of a search for P without the covariance of X′
-_VALIDATION_POINTS = 31
 _SMALLEST_BUDGET = 2**28  # bytes of a rehearsal, whose budget shrinks with X′
 
 
@@ -74,83 +67,6 @@ class Estimate:
         head = f"Estimate for {self.num_data:,} inputs, from {self.num_rehearsed:,} of them"
         lines = [f"  {name:<22}{seconds:>12}{memory:>14}" for name, seconds, memory in rows]
         return "\n".join([head, f"  {'stage':<22}{'seconds':>12}{'peak memory':>14}", *lines])
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much of everything a fit handles."""
-
-    num_data: int  # N
-    subspace_inputs: int  # n of X′
-    left_out: int  # inputs of leave-one-out
-    weighted: tuple[int, ...]  # sizes of the subsamples that the complement's weight is fitted on
-    validated: int  # validation inputs
-    rows: int  # Jacobian rows of X′
-    num_parameters: int  # p
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds of two operations on this machine, in float64, as the algebra of a fit uses them."""
-
-    multiplication: float  # in a product of large matrices
-    eigenvector: float  # of a decomposition, over the cube of its size
-
-    @classmethod
-    def measured(cls, device: torch.device, size: int = 512) -> "Rates":
-        """Measure both. Cost: about a tenth of a second."""
-        matrix = torch.randn(size, size, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
-        matrix = (matrix @ matrix.T).to(device)
-        cube = size**3
-        return cls(_seconds(lambda: matrix @ matrix) / cube, _seconds(lambda: torch.linalg.eigh(matrix)) / cube)
-
-    def gram(self, rows: int, num_parameters: int) -> float:
-        """Return the seconds of a Gram matrix of rows, of which one triangle is computed, and of its eigenvectors."""
-        return self.multiplication * rows**2 * num_parameters / 2 + self.eigenvector * rows**3
-
-
-def scaled_stage(name: str, stage: Stage, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
-    """Return the seconds of a stage with all data from its seconds in a rehearsal.
-
-    Passes over the training data grow with N; factorisations of the curvature stay. The rest grows with the inputs that
-    the stage looks at: X′ for the projector, subsamples for the complement's weight and leave-one-out. Gram matrices of
-    rows, and their eigenvectors, are counted apart, because they grow faster.
-    """
-    if name == "validation":
-        growth = real.validated / max(1, rehearsed.validated)
-        return stage.in_factorisations + (stage.seconds - stage.in_factorisations) * growth
-    if name == "leave-one-out":
-        return stage.seconds * real.left_out / max(1, rehearsed.left_out)
-    if name == "complement's weight":
-        return _scaled_weight(stage.seconds, rehearsed, real, rates)
-    per_pass = stage.in_passes * real.num_data / rehearsed.num_data
-    rest = max(0.0, stage.seconds - stage.in_passes - stage.in_factorisations)
-    if name == "projector" and rehearsed.subspace_inputs:
-        rest = _scaled_projector(rest, rehearsed, real, rates)
-    return per_pass + stage.in_factorisations + rest
-
-
-def _scaled_projector(seconds: float, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
-    growth = real.subspace_inputs / rehearsed.subspace_inputs
-    linear = _remaining(seconds, rates.gram(rehearsed.rows, real.num_parameters)) * growth
-    if real.rows > DENSE_ROWS:
-        return _SEARCH_PASSES * linear
-    return linear + rates.gram(real.rows, real.num_parameters)
-
-
-def _scaled_weight(seconds: float, rehearsed: Sizes, real: Sizes, rates: Rates) -> float:
-    outputs = rehearsed.rows // max(1, rehearsed.subspace_inputs)
-
-    def grams(sizes: Sizes) -> float:
-        return sum(rates.gram(size * outputs, sizes.num_parameters) for size in sizes.weighted)
-
-    growth = sum(real.weighted) / max(1, sum(rehearsed.weighted))
-    return _remaining(seconds, grams(rehearsed)) * growth + grams(real)
-
-
-def _remaining(seconds: float, part: float) -> float:
-    """Return the seconds without a counted part, which may be counted too high: at least a quarter remains."""
-    return max(seconds - part, seconds / 4)
 
 
 @dataclass(frozen=True)
@@ -265,11 +181,9 @@ class Estimator:
             if others:
                 fitted = tuned_on(fitted, _as_loader(others))
             taken = time.perf_counter() - start
-            with fitted.linearization.borrowed():
-                again = _seconds(lambda: survey_of(loader, fitted.linearization, options.likelihood, estimate=False))
             self.predict(fitted, data[0].inputs)  # what it keeps for the next time is made
-            predicting = _seconds(lambda: self.predict(fitted, data[0].inputs)) / num_inputs(data[0].inputs)
-        return _Rehearsal(fitted, options, sizes, data[0].inputs, taken, again, predicting, reading, batch_size)
+            predicting = least_seconds(lambda: self.predict(fitted, data[0].inputs)) / num_inputs(data[0].inputs)
+        return _Rehearsal(fitted, options, sizes, data[0].inputs, taken, predicting, reading, batch_size)
 
     def _shortened(self, count: int) -> Options:
         """Return the options of a rehearsal, with at most `count` of the subspace inputs that were given."""
@@ -283,13 +197,11 @@ class Estimator:
 
     def _scaled(self, rehearsal: "_Rehearsal", real: Sizes) -> Estimate:
         rates = Rates.measured(rehearsal.fitted.linearization.device)
-        memory = _Memory.of(rehearsal, real, self.options)
+        fitted, inputs = rehearsal.fitted, rehearsal.inputs
+        memory = StageMemory.of(fitted, real, self.options, inputs, rehearsal.batch_size, self.predict)
         stages = {}
         for name, stage in rehearsal.fitted.stages.items():
             seconds = scaled_stage(name, stage, rehearsal.sizes, real, rates)
-            if name == "survey":
-                probing = max(0.0, stage.seconds - rehearsal.survey)
-                seconds = probing + rehearsal.survey * real.num_data / rehearsal.sizes.num_data
             if name == "survey" or (stage.in_passes and name != "complement's weight"):
                 seconds += rehearsal.reading * real.num_data
             if name == "validation":
@@ -308,93 +220,9 @@ class _Rehearsal:
     sizes: Sizes
     inputs: Any  # of the first batch
     seconds: float  # of the fit and the tuning
-    survey: float  # seconds of one, without probing the network
     prediction: float  # seconds per input
     reading: float  # seconds per input
     batch_size: int  # of the user's loader
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What the stages hold at once, in bytes; see the table of costs in DESIGN.md."""
-
-    data: int  # the drawn training data, and copies of the parameters, one of them in float64
-    factors: int  # KFAC's, decomposed
-    sums: int  # the same while they are summed and decomposed
-    by_row: int  # a chunk of a pass for sums over rows
-    chunk: int  # a chunk of a pass for products
-    rows: int  # whitened rows of X′, their covariance and its eigenvectors
-    vectors: int  # P
-    beside: int  # further p × s matrices, of a complement
-    left_out: int
-    weighted: int
-    validated: int
-    swept: int  # the algebra of a sweep over λ in s dimensions, and the rows of a batch
-    held: int  # the posterior
-
-    @classmethod
-    def of(cls, rehearsal: _Rehearsal, real: Sizes, options: Options) -> "_Memory":
-        fitted, engine = rehearsal.fitted, rehearsal.fitted.linearization
-        options = options.resolved(fitted.survey.layout is not None)
-        item, p, C = engine.dtype.itemsize, real.num_parameters, fitted.survey.num_outputs
-        budget = options.resources.memory_budget or default_budget(engine.device)
-        inputs = engine.to_device(rehearsal.inputs)
-        samples = options.resources.samples(C) or C
-        per_input = _bytes(inputs) // num_inputs(inputs)
-        alone = options.projector is not None and options.projector.last_layer and options.outside is None
-        wanted = Wanted(names=frozenset(engine.last_linear())) if alone and engine.ends_linear() else ROWS
-        shapes = [engine.layout.shape(name) for name in engine.layout.names if wanted.includes((name,))]
-        factors = sum(_factor_entries(shape) for shape in shapes)
-        largest = max(_sides(shape)[1] for shape in shapes)
-        subspace = fitted.posterior.subspace
-        s = 0 if subspace is None else subspace.dim
-        matrix = p * s * item if options.num_vectors else 0
-        posterior = fitted.posterior.stored()[0].values()
-        fits_weight = options.outside is not None and options.outside.fits_weight
-        drawn = real.subspace_inputs + (SUBSAMPLE if fits_weight or options.leaves_one_out else 0)
-        return cls(
-            data=per_input * min(real.num_data, drawn) + p * (2 * item + 8),
-            factors=factors * item,
-            sums=factors * (8 + item) + 3 * 8 * largest**2,
-            by_row=engine.chunk_bytes(inputs, real.num_data, samples, True, wanted),
-            chunk=engine.chunk_bytes(inputs, real.num_data, C, wanted=wanted),
-            rows=min(real.rows * p * item, budget) + 3 * 8 * min(real.rows, DENSE_ROWS) ** 2,
-            vectors=matrix,
-            beside=(3 if options.outside is not None else 0) * matrix,
-            left_out=5 * 8 * real.left_out * C * (DIMENSIONS + 1),
-            weighted=3 * 8 * max(real.weighted) * C * p,
-            validated=_VALIDATION_POINTS * 8 * real.validated * C,
-            swept=3 * 8 * s * (s + C * rehearsal.batch_size),
-            held=sum(tensor.numel() * tensor.element_size() for tensor in posterior),
-        )
-
-    def of_stage(self, name: str) -> int:
-        """Return the peak of a stage; the reduced posterior's for stages without an entry."""
-        return {
-            "survey": self.data + self.by_row,
-            "prior precision": self.data + self.sums + self.by_row,
-            "layers' units": self.data + self.sums + self.by_row,
-            "complement": self.data + self.sums + self.by_row,
-            "last layer": self.data + self.by_row,
-            "full posterior": self.held * 4 + self.chunk,
-            "projector": self.data + max(self.sums + self.by_row, self.factors + self.rows + self.vectors + self.chunk),
-            "complement's weight": self.data + self.held + self.weighted + self.beside,
-            "leave-one-out": self.data + self.held + self.left_out + self.chunk,
-            "validation": self.held + self.validated + self.swept + self.chunk,
-            "KFAC's traces": self.held + self.chunk,
-            "prediction": self.held + self.chunk,
-        }.get(name, self.data + self.factors + self.vectors + self.beside + self.chunk)
-
-
-def _sides(shape: torch.Size) -> tuple[int, int]:
-    """Return the outputs and the inputs of a weight."""
-    return (shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (shape.numel(), 1)
-
-
-def _factor_entries(shape: torch.Size) -> int:
-    """Return the entries of a weight's Kronecker factors; that of very many outputs, or of embeddings, is diagonal."""
-    outputs, inputs = _sides(shape)
-    return inputs**2 + (outputs if outputs > DENSE_OUTPUTS else outputs**2)
 
 
 def _first(loader: Iterable[Any], count: int) -> tuple[list[Batch], float, int]:
@@ -419,18 +247,3 @@ def _total(parts: list[Batch]) -> int:
 def _as_loader(parts: list[Batch]) -> list[tuple[Any, ...]]:
     """Return batches as users give them, without weights where there are none."""
     return [tuple(part if part.weights is not None else part[:2]) for part in parts]
-
-
-def _bytes(inputs: Any) -> int:
-    leaves = tree_flatten(plain(inputs))[0]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds of some work, the least of three if it is short."""
-    found: list[float] = []
-    while len(found) < (3 if sum(found) < _SHORT else 1):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)

@@ -17,11 +17,13 @@ from torch import nn
 from sublaplace.curvature.cache import Curvatures
 from sublaplace.curvature.directions import Roots, SampledRoots, random_signs
 from sublaplace.curvature.kfac import trace_ratios
+from sublaplace.curvature.last_layer_sums import LastLayerSums
 from sublaplace.data.batches import Batch, Ragged, by_form, num_inputs, parts_of, select
 from sublaplace.data.loaders import has_items, probed
 from sublaplace.data.subspace_inputs import Given, Reservoir, batch_at, inputs_of, joined_inputs, split
 from sublaplace.fitting import steps
 from sublaplace.fitting.fitted import GIVEN, Fitted, Stage
+from sublaplace.fitting.last_layer_pass import LastLayerPass
 from sublaplace.fitting.leave_one_out import (
     DIMENSIONS,
     LOG_PRIORS,
@@ -41,6 +43,7 @@ from sublaplace.jacobians.widening import in_float32
 from sublaplace.model.attributes import as_texts, settings_of
 from sublaplace.model.fingerprint import Fingerprint, described_modules
 from sublaplace.model.layer_priors import units_of
+from sublaplace.model.likelihoods.gaussian import PER_OUTPUT
 from sublaplace.model.output_layout import FlatOutputs
 from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
@@ -167,6 +170,7 @@ class _Look:
         Batch | Ragged | None
     )  # training data: those of X′ first, if they were drawn, then more for the complement's weight
     fingerprint: str | None  # of the data, with a checkpoint
+    last_layer_sums: LastLayerSums | None = None  # of the same pass, for a posterior of the last layer alone
 
 
 @dataclass
@@ -259,8 +263,15 @@ class _Run:
             size = self._num_drawn(num_outputs)
             return Reservoir(size, self.options.seed) if size else None
 
+        last_layer = LastLayerPass(self.linearization, self._last_layer_sums)
         survey, reservoir = survey_of(
-            self.loader, self.linearization, self.options.likelihood, reservoir_for, progress=self.progress
+            self.loader,
+            self.linearization,
+            self.options.likelihood,
+            reservoir_for,
+            progress=self.progress,
+            last_layer=last_layer,
+            stopwatch=self.stopwatch,
         )
         if self.checkpoint is not None:
             numbers = {
@@ -269,7 +280,27 @@ class _Run:
                 "fingerprints": [data, fingerprint_of(given)],
             }
             self.checkpoint.write("survey", {}, numbers)
-        return self._looked(survey, given, reservoir.batch if reservoir else None, data)
+        look = self._looked(survey, given, reservoir.batch if reservoir else None, data)
+        return replace(look, last_layer_sums=last_layer.sums)
+
+    def _last_layer_sums(self, num_outputs: int) -> LastLayerSums | None:
+        """Return empty sums for the survey's pass, if the posterior is one of the last layer alone.
+
+        A checkpoint stores passes of their own, several σ have sums of their own, and so has every other arrangement of
+        the outputs. In units of its own, the layer's evidence needs KFAC of all layers first.
+        """
+        options, names = self.options, self._last_layer()
+        likelihood, sizes = options.likelihood, self.linearization.layout.sizes
+        several = len(likelihood.curvature_scales) > 1 or likelihood.noise_estimate == PER_OUTPUT
+        elsewhere = self.checkpoint is not None or several or options.prior_structure == "layer"
+        if not names or elsewhere or self.linearization.output_layout is not None:
+            return None
+        size = sum(sizes[name] for name in names)
+        exact = size <= steps.LARGEST_EXACT_LAST_LAYER
+        if exact:
+            steps.require_room_for_subspace(self.linearization, size, 1)
+        kronecker = not exact or options.given_prior is None
+        return LastLayerSums.of(self.linearization, likelihood, names, num_outputs, kronecker, exact)
 
     def _restored_look(self, given: Any, data: str, numbers: dict[str, Any]) -> _Look:
         if [data, fingerprint_of(given)] != numbers["fingerprints"]:
@@ -319,7 +350,7 @@ class _Run:
         )
         stream = replace(stream, checkpoint=self.checkpoint, fingerprint=look.fingerprint, stopwatch=self.stopwatch)
         return ProjectorContext(
-            curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs),
+            curvatures=Curvatures(stream, look.survey.num_data, look.survey.num_outputs, look.last_layer_sums),
             subspace_jacobians=self._sketched(chosen, look.survey.num_outputs),
             dim=self._dim(),
             prior_precision=options.given_prior or 1.0,
@@ -411,6 +442,9 @@ class _Run:
             projection = steps.built_projection(projector, context)
         with self._stage("reduced posterior"):
             stream, prior = context.stream, context.prior_precision
+            summed = context.curvatures.last_layer_sums
+            if summed is not None and summed.exact is not None:
+                return steps.last_layer_posterior(stream, projection, summed.exact, prior), None
             if not self.certify and outside is None:
                 return steps.subspace_posterior(stream, projection, prior, resumable=True), None
             if self.certify:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sublaplace.curvature.exact_last_layer import ExactLastLayerSums
 from sublaplace.curvature.exact_precision import DensePrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.curvature.reduced import reduced_ggn, reduced_ggn_and_product
@@ -93,6 +94,26 @@ def built_projection(projector: Projector, context: ProjectorContext) -> Project
     return projection
 
 
+def require_room_for_subspace(linearization: Linearization, dim: int, num_scales: int) -> None:
+    """Raise MemoryError if the s × s matrices of a posterior do not fit, with the chunks of a pass, into memory."""
+    require(
+        (2 + num_scales) * 8 * dim**2 + linearization.policy.peak_bytes,
+        linearization.device,
+        f"A posterior in {dim:,} dimensions",
+        "Choose a smaller dim, or a projector that needs fewer dimensions.",
+    )
+
+
+def last_layer_posterior(
+    stream: CurvatureStream, projection: Projection, sums: ExactLastLayerSums, prior_precision: float
+) -> SubspacePosterior:
+    """Return the exact posterior of the last layer from the sums of an earlier pass."""
+    scales = stream.likelihood.curvature_scales
+    return SubspacePosterior(
+        projection, sums.matrix(stream.linearization.layout)[None], projection.gram(), scales, prior_precision
+    )
+
+
 def subspace_posterior(
     stream: CurvatureStream, projection: Projection, prior_precision: float, resumable: bool = False
 ) -> SubspacePosterior:
@@ -101,13 +122,7 @@ def subspace_posterior(
     Raises:
         MemoryError: if the s × s matrices do not fit, with the chunks of the pass.
     """
-    s = projection.dim
-    require(
-        (2 + len(stream.likelihood.curvature_scales)) * 8 * s**2 + stream.linearization.policy.peak_bytes,
-        stream.linearization.device,
-        f"A posterior in {s:,} dimensions",
-        "Choose a smaller dim, or a projector that needs fewer dimensions.",
-    )
+    require_room_for_subspace(stream.linearization, projection.dim, len(stream.likelihood.curvature_scales))
     curvatures = reduced_ggn(stream, projection, resumable)
     scales = stream.likelihood.curvature_scales
     return SubspacePosterior(projection, curvatures, projection.gram(), scales, prior_precision)

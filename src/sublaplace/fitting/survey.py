@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sublaplace.data.batches import Batch, num_inputs, split_batch
 from sublaplace.data.subspace_inputs import Reservoir
+from sublaplace.fitting.last_layer_pass import LastLayerPass
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.at_positions import at_positions, restored_likelihood
 from sublaplace.model.likelihoods.base import Likelihood, Noise, target_weights
@@ -18,6 +19,7 @@ from sublaplace.model.output_layout import OutputLayout
 from sublaplace.model.residuals import Residuals
 from sublaplace.runtime.distributed import Share, placed, ranks_of
 from sublaplace.runtime.progress import shown
+from sublaplace.runtime.stopwatch import PASSES, PROBING, Stopwatch
 from sublaplace.runtime.warning import warn
 
 
@@ -108,6 +110,8 @@ def survey_of(
     reservoir_for: Callable[[int], Reservoir | None] = lambda _: None,
     estimate: bool = True,
     progress: bool = False,
+    last_layer: LastLayerPass | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> tuple[Survey, Reservoir | None]:
     """Run one forward pass over the data.
 
@@ -118,6 +122,8 @@ def survey_of(
         reservoir_for: from C to what X′ is drawn into, if it is drawn.
         estimate: fill in σ where the likelihood asks for an estimate.
         progress: show a bar.
+        last_layer: sums up the curvature of a last layer in the same pass.
+        stopwatch: counts the seconds of the pass, and those of probing the network apart.
 
     Raises:
         ValueError: if there are no data, none that counts, or no noise to be estimated.
@@ -126,41 +132,46 @@ def survey_of(
     residuals: Residuals | None = None
     layout: OutputLayout | None = None
     reservoir, probabilities = None, True
-    for position, batch in shown(placed(loader), "survey", progress):
-        inputs, targets, weights = split_batch(batch)
-        if not num_inputs(inputs):
-            continue
-        inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
-        if total == 0:
-            linearization.look_at(inputs)  # probes the network
-        outputs = linearization.outputs(inputs)
-        likelihood = at_positions(likelihood, linearization.output_layout)
-        likelihood.check_targets(linearization.arranged(outputs), targets)
-        probabilities = probabilities and likelihood.are_probabilities(outputs)
-        rows, single = likelihood.by_position(outputs), likelihood.of_one_position
-        if residuals is None:
-            residuals, num_outputs, layout = (
-                Residuals.none(rows.shape[1]),
-                outputs.shape[1],
-                linearization.output_layout,
-            )
-            reservoir = reservoir_for(num_outputs)
-        own = None if weights is None else weights.to(linearization.device)
-        counts = target_weights(likelihood, targets, own)
-        if reservoir is not None:
-            reservoir.add(Batch(inputs, targets, weights), position, counts)
-        counted += len(outputs) if counts is None else int((counts.amax(1) > 0).sum())
-        found = likelihood.targets_by_position(targets)
-        each_weight = None
-        if own is not None:
-            each_weight = likelihood.counts_by_position(likelihood.spread_weights(own), outputs)
-        if likelihood.has_noise:
-            residuals = residuals.joined(Residuals.of(found - rows, each_weight))
-            largest = max(largest, float(outputs.abs().max()))
-        else:
-            each = single.log_density(rows, found)
-            fixed += float((each if each_weight is None else each * each_weight.to(each)).sum())
-        total += len(outputs)
+    stopwatch = Stopwatch() if stopwatch is None else stopwatch
+    with stopwatch.counting(PASSES):
+        for position, batch in shown(placed(loader), "survey", progress):
+            inputs, targets, weights = split_batch(batch)
+            if not num_inputs(inputs):
+                continue
+            inputs, targets = linearization.to_device(inputs), targets.to(linearization.device)
+            if total == 0:
+                with stopwatch.counting(PROBING):
+                    linearization.look_at(inputs)
+            outputs = linearization.outputs(inputs) if last_layer is None else last_layer.outputs(inputs)
+            likelihood = at_positions(likelihood, linearization.output_layout)
+            likelihood.check_targets(linearization.arranged(outputs), targets)
+            probabilities = probabilities and likelihood.are_probabilities(outputs)
+            rows, single = likelihood.by_position(outputs), likelihood.of_one_position
+            if residuals is None:
+                residuals, num_outputs, layout = (
+                    Residuals.none(rows.shape[1]),
+                    outputs.shape[1],
+                    linearization.output_layout,
+                )
+                reservoir = reservoir_for(num_outputs)
+            own = None if weights is None else weights.to(linearization.device)
+            counts = target_weights(likelihood, targets, own)
+            if reservoir is not None:
+                reservoir.add(Batch(inputs, targets, weights), position, counts)
+            if last_layer is not None:
+                last_layer.add(counts)
+            counted += len(outputs) if counts is None else int((counts.amax(1) > 0).sum())
+            found = likelihood.targets_by_position(targets)
+            each_weight = None
+            if own is not None:
+                each_weight = likelihood.counts_by_position(likelihood.spread_weights(own), outputs)
+            if likelihood.has_noise:
+                residuals = residuals.joined(Residuals.of(found - rows, each_weight))
+                largest = max(largest, float(outputs.abs().max()))
+            else:
+                each = single.log_density(rows, found)
+                fixed += float((each if each_weight is None else each * each_weight.to(each)).sum())
+            total += len(outputs)
     ranks = ranks_of(loader)
     if isinstance(loader, Share):
         loader.require_same_reading()
@@ -173,6 +184,8 @@ def survey_of(
     total, counted = sum(part[0] for part in parts), sum(part[1] for part in parts)
     fixed, largest = sum(part[2] for part in parts), max(part[3] for part in parts)
     residuals = functools.reduce(Residuals.joined, sums)
+    if last_layer is not None:
+        last_layer.finish(ranks)
     if not counted:
         raise ValueError("No training input counts: all weights are zero, or all labels are ignored.")
     if reservoir is not None:

@@ -38,6 +38,7 @@ class Call:
 
 _RELU = (F.relu, torch.relu, Tensor.relu)
 _MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
+_CONVOLUTIONS = (F.conv2d, torch.conv2d)
 _LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
 
 
@@ -50,11 +51,14 @@ def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
+    found: list[Tensor] = []
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):  # the common case, without a call for every number
+                found.append(item)
+            elif isinstance(item, list | tuple | dict):
+                found += _tensors(item)
+    return found
 
 
 def _seen_through(function: types.FunctionType) -> Callable[..., Any]:
@@ -107,8 +111,9 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [t for t in _tensors(args) + _tensors(kwargs) if id(t) in self.parameters]
-        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in _tensors(args) + _tensors(kwargs)):
+        given = _tensors(args) + _tensors(kwargs) if kwargs else _tensors(args)
+        used = [t for t in given if id(t) in self.parameters]
+        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in given):
             self.last_linear = tuple(self.parameters[id(t)] for t in used)
         if not used:
             return self._without_parameters(func, args, kwargs)
@@ -127,6 +132,8 @@ class Capture(TorchFunctionMode):
 
     def _without_parameters(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the call, with max(ReLU(x)) replaced by ReLU(max(x)), which costs less and has equal gradients."""
+        if self.channels_last and func in _CONVOLUTIONS and len(args) > 1 and args[1].is_floating_point():
+            args = (args[0], args[1].clone(memory_format=torch.channels_last), *args[2:])
         if func in _MAX_POOL and args and self._rectified is not None and args[0] is self._rectified[0]:
             return torch.relu(func(self._rectified[1], *args[1:], **kwargs))
         result = func(*args, **kwargs)

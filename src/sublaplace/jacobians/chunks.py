@@ -7,6 +7,7 @@ from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
 
 _USEFUL_CHUNK = 64 * 2**20  # bytes; larger chunks leave the caches and are not faster
+_PASSING_CHUNK = 16 * 2**20  # bytes; the same where only outputs of calls pass by, and no graph keeps them
 _FEWEST_INPUTS = 4  # per chunk, even beyond that size: every chunk updates sums as large as the parameters
 _USEFUL_ROWS = 256  # per chunk; with fewer rows, reading P is the bottleneck of a product with a large P
 _TANGENTS_AT_ONCE = 5  # in forward mode; more leave the caches
@@ -56,7 +57,7 @@ class ChunkPolicy:
             wanted: the parameters that count.
         """
         one = self.bytes_per_input(plan, layout, itemsize, rows, row_by_row, wanted)
-        useful = max(_USEFUL_CHUNK, _FEWEST_INPUTS * one)
+        useful = max(_PASSING_CHUNK if _passes_by(plan, wanted) else _USEFUL_CHUNK, _FEWEST_INPUTS * one)
         if not row_by_row:
             vectors = self.num_vectors * layout.num_parameters * itemsize
             useful = max(useful, min(-(-_USEFUL_ROWS // max(1, rows)) * one, vectors // _SHARE_OF_VECTORS))
@@ -71,9 +72,8 @@ class ChunkPolicy:
         sizes = plan.sizes(wanted)
         held = min(rows, 2) if row_by_row else rows  # row by row: the current row and the next row
         largest = max(layout.sizes[name] for name in names)
-        graph = 2 * sizes.activations  # outputs of the calls and of the activation functions after them
-        passing = 2 * max((call.outputs for call in plan.measured), default=0) // plan.measured_inputs
-        elements = held * (sizes.gradients + 2 * largest) + max(graph, passing) + general + 2 * sizes.inputs
+        passing = max(_graph(plan, wanted), _passing(plan))
+        elements = held * (sizes.gradients + 2 * largest) + passing + general + 2 * sizes.inputs
         if plan.num_outputs > _MANY_OUTPUTS:
             elements += rows * plan.num_outputs  # the directions themselves
         return max(1, elements * itemsize)
@@ -95,3 +95,18 @@ class ChunkPolicy:
         one = max(1, (tangents + 4 * plan.num_outputs * count) * itemsize)
         useful = max(_USEFUL_CHUNK, _INPUTS_OF_TANGENTS * one)
         return max(1, min(self.memory_budget, useful) // one)
+
+
+def _graph(plan: Plan, wanted: Wanted) -> int:
+    """Return the numbers that one input's graph keeps: outputs of calls and of the activation functions after them."""
+    return 2 * plan.sizes(wanted).activations
+
+
+def _passing(plan: Plan) -> int:
+    """Return the numbers of one input that a call reads and writes at the most."""
+    return 2 * max((call.outputs for call in plan.measured), default=0) // plan.measured_inputs
+
+
+def _passes_by(plan: Plan, wanted: Wanted) -> bool:
+    """Return whether the outputs of most calls are freed at once, because nothing before the last calls is wanted."""
+    return _graph(plan, wanted) < _passing(plan)

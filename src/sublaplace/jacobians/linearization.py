@@ -2,16 +2,17 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sublaplace.data.batches import Ragged, num_inputs, parts_of, select
+from sublaplace.data.batches import Ragged, form, num_inputs, parts_of, select
 from sublaplace.data.padding import present_positions
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
@@ -66,6 +67,7 @@ class Linearization:
         self._grouped: dict[int, Linearization] = {}
         self._plans: dict[Signature, Plan] = {}
         self._current: Plan | None = None  # of the last pass
+        self._form: Hashable = None  # of the inputs of that pass
         # glibc returns freed blocks to the system, so every chunk would cause a page fault per page. After one large
         # block has been freed, glibc keeps up to twice its size.
         torch.empty(_LARGEST_KEPT_BLOCK, dtype=torch.uint8, device="cpu")
@@ -137,7 +139,27 @@ class Linearization:
     def outputs(self, inputs: Any) -> Tensor:
         """Return f(x) without an autograd graph: (n, C)."""
         with self.borrowed(), torch.no_grad():
-            return self.network.watched(self.to_device(inputs))[1]
+            return self.network.watched(self.to_device(inputs), only=())[1]
+
+    def last_layer(self, inputs: Any) -> list[Jacobian] | None:
+        """Return Jacobians without rows, which hold the inputs of the last linear layer and the outputs, in chunks.
+
+        None if the network does not end in such a layer, or uses its parameters elsewhere. Cost: one forward pass.
+        """
+        wanted = Wanted(names=frozenset(self.last_linear()))
+        step = self.chunk_size(inputs, 1, wanted=wanted)
+        found = []
+        for start in range(0, num_inputs(inputs), step):
+            part = self.to_device(select(inputs, slice(start, start + step)))
+            with self.borrowed():
+                passed = self._last_layer_captured(part, wanted)
+            if passed is None:
+                return None
+            plan, capture, outputs = passed
+            none = outputs.new_zeros(len(outputs), 0, outputs.shape[1])
+            run = ForwardPass.of(self.network, plan, capture, part, outputs, none, wanted)
+            found.append(self._completed(run.jacobian(range(0)), part))
+        return found
 
     def jacobian(self, inputs: Any, cotangents: Cotangents | None = None, wanted: Wanted = ROWS) -> Jacobian:
         """Return the Jacobian of a batch.
@@ -429,9 +451,11 @@ class Linearization:
     # Sizes ------------------------------------------------------------------------------------------------------------
 
     def look_at(self, inputs: Any) -> None:
-        """Measure how much memory inputs of this shape need, by a forward pass with three of them."""
-        with self.borrowed():
-            self._captured(self.to_device(select(inputs, slice(0, 3))))
+        """Measure how much memory inputs of this shape need, by a forward pass with three of them if it is new."""
+        few = self.to_device(select(inputs, slice(0, 3)))
+        if self._current is None or form(few) != self._form:
+            with self.borrowed():
+                self._captured(few)
 
     def chunk_size(
         self,
@@ -531,12 +555,28 @@ class Linearization:
                 plan.general_batched = False
             plan.measure(capture.calls, num_inputs(inputs))
             plan.num_outputs = outputs.shape[1]  # sequences of another length have others
-            self._current = plan
+            self._current, self._form = plan, form(inputs)
             return plan, capture, outputs
         raise RuntimeError(
             "The network does not repeat the same operations on the same inputs, so its Jacobian is not defined. "
             f"The calls with parameters in the last pass were: {described(capture.calls)}."
         )
+
+    def _last_layer_captured(self, inputs: Any, wanted: Wanted) -> tuple[Plan, Capture, Tensor] | None:
+        """Run one forward pass and record the last linear layer alone; None if more is wanted.
+
+        What comes before that layer is not recorded, so that its calls cost no more than they do by themselves. None
+        as well if the layer was used otherwise than when the network was probed.
+        """
+        plan = None if self._current is None or self.keeps_graph else self._current.of_last_layer(wanted)
+        if plan is None:
+            return None
+        with torch.enable_grad():
+            capture, outputs = self.network.watched(inputs, only=plan.last_linear, wanted=wanted)
+        same = signature(capture.calls) == plan.signature and not capture.unusual
+        if not same or capture.calls[0].edge != get_gradient_edge(outputs):
+            return None
+        return plan, capture, outputs
 
     def _jacobian_of(self, plan: Plan, capture: Capture, inputs: Any, outputs: Tensor, cotangents: Tensor) -> Jacobian:
         run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents)
@@ -545,7 +585,8 @@ class Linearization:
     def _forward_pass(self, inputs: Any, cotangents: Cotangents | None, wanted: Wanted) -> ForwardPass:
         with self.borrowed():
             inputs = self.to_device(inputs)
-            plan, capture, outputs = self._captured(inputs, wanted)
+            recorded = self._last_layer_captured(inputs, wanted) or self._captured(inputs, wanted)
+            plan, capture, outputs = recorded
             run = ForwardPass.of(self.network, plan, capture, inputs, outputs, cotangents, wanted, self.keeps_graph)
             self.passes += run.num_passes
         return run

@@ -1,7 +1,7 @@
 """A trained network with its parameters by name, and forward passes whose calls are recorded."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,11 +87,12 @@ class Network:
 
         return tree_map(move, plain(inputs))
 
-    def watched(self, inputs: Any, **options: Any) -> tuple[Capture, Tensor]:
+    def watched(self, inputs: Any, only: Collection[str] | None = None, **options: Any) -> tuple[Capture, Tensor]:
         """Run one forward pass and record its calls.
 
         Args:
             inputs: the batch.
+            only: the parameters whose calls are recorded; None: all.
             **options: passed on to `Capture`.
 
         Returns:
@@ -100,7 +101,10 @@ class Network:
         Raises:
             ValueError: if the outputs are not of shape (n, C), or if inputs or outputs are not finite.
         """
-        capture = Capture(self._names, num_inputs(inputs), channels_last=self._channels_last, **options)
+        names = self._names
+        if only is not None:
+            names = {id(self.parameters[name]): name for name in only}
+        capture = Capture(names, num_inputs(inputs), channels_last=self._channels_last, **options)
         try:
             with capture:
                 return capture, self._checked(self.forward(self.model, inputs), inputs)
@@ -109,7 +113,7 @@ class Network:
                 self._require_same_type(inputs, error)
                 raise
             self._channels_last = False  # the network needs the default order, perhaps for a view
-            return self.watched(inputs, **options)
+            return self.watched(inputs, only, **options)
 
     def _require_same_type(self, inputs: Any, error: RuntimeError) -> None:
         """Raise ValueError if a forward pass failed with inputs of another floating-point type than the model's."""

@@ -1,6 +1,6 @@
 """The result of probing a network: the batch dimension of each call, and the parameters that need the general path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +74,23 @@ class Plan:
         self.measured = tuple(
             CallSize(call.names, call.output_shape.numel(), call.input_elements, call.multiplications) for call in calls
         )
+
+    def of_last_layer(self, wanted: Wanted) -> "Plan | None":
+        """Return the plan of the last linear layer alone, if no other parameter is wanted; None if others are.
+
+        The layer's output is then the network's, and the layer's rows follow from its inputs.
+        """
+        function_and_names, last = self.signature[-1:], frozenset(self.last_linear)
+        alone = (
+            wanted.names is not None
+            and wanted.names <= last
+            and self.ends_linear
+            and self.num_features is not None
+            and len(self.signature) - 1 not in self.expand
+            and frozenset(function_and_names[0][1]) == last
+            and last.isdisjoint(self.general)
+        )
+        return replace(self, signature=function_and_names, axes=self.axes[-1:]) if alone else None
 
     def sizes(self, wanted: Wanted = ROWS, without_last: bool = False) -> Sizes:
         """Return the size of the work for one input, with the last call or without it."""

@@ -5,6 +5,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -149,7 +150,7 @@ class Attributes:
         """Bind all attributes as before, and remember which ones forward passes have bound to something else."""
         for module, before in self._held:
             now = vars(module)
-            if len(now) == len(before) and all(now.get(key, _OTHER) is value for key, value in before.items()):
+            if len(now) == len(before) and all(map(is_, now.values(), before.values())) and [*now] == [*before]:
                 continue
             changed = {key for key, value in before.items() if now.get(key, _OTHER) is not value}
             added = now.keys() - before.keys()

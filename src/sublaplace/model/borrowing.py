@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sublaplace.model.attributes import Attributes
+from sublaplace.model.parts import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ def claimed(model: nn.Module) -> Iterator[None]:
 
     The same thread may claim a model several times over. Threads that use the model directly are not kept waiting.
     """
-    with _claims.on([*model.modules(), *model.parameters(), *model.buffers()]):
+    with _claims.on(Parts.of(model).all):
         yield
 
 
@@ -126,12 +127,13 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     attribute that a forward pass changed. Another thread that borrows the model, or one that shares a part with it,
     waits until then.
     """
-    with claimed(model):
+    parts = Parts.of(model)
+    with _claims.on(parts.all):
         attributes = Attributes(model)
-        modes = [(module, module.training) for module in model.modules()]
-        flags = [(p, p.requires_grad) for p in model.parameters()]
-        buffers = [(module, dict(module._buffers)) for module in model.modules()]
-        values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+        modes = [(module, module.training) for module in parts.modules.values()]
+        flags = [(p, p.requires_grad) for p in parts.parameters.values()]
+        buffers = [(module, dict(module._buffers)) for module in parts.modules.values() if module._buffers]
+        values = [(b, b._version, b.detach().clone()) for b in parts.buffers.values()]
 
         gradients = torch.is_grad_enabled()
 

@@ -16,6 +16,7 @@ from sublaplace.model.attributes import (
     named,
     settings_of,
 )
+from sublaplace.model.parts import Parts
 
 _WIDTH = 1021  # 64-bit words; a prime, so that the rows of a matrix do not fall onto the same places
 
@@ -41,7 +42,8 @@ class Fingerprint:
 
         Cost: one read of all parameters and buffers, as integers; no copy. About 10 µs per module.
         """
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        parts_of_model = Parts.of(model)
+        tensors: dict[str, Tensor] = {**parts_of_model.parameters, **parts_of_model.buffers}
         forms = tuple((name, t.dtype, t.device, tuple(t.shape)) for name, t in tensors.items())
         digest = hashlib.blake2b(digest_size=16)
         parts = [part for tensor in tensors.values() for part in _condensed(tensor.detach())]

@@ -13,6 +13,7 @@ from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import Wanted
 from sublaplace.model.linalg import cholesky, symmetric_product
 from sublaplace.model.parameters import ParameterLayout
+from sublaplace.posteriors.last_layer import heads_of, output_factors, output_variances
 from sublaplace.projection import Projection, projection_from
 
 
@@ -67,6 +68,11 @@ class SubspacePosterior:
     def factor(self) -> Tensor:
         """L with L Lᵀ = PᵀΛP."""
         return cholesky(self.curvature + self.prior_precision * self.gram, "The reduced precision PᵀΛP")
+
+    @cached_property
+    def _output_factors(self) -> list[Tensor]:
+        """What the variances of a last layer need, from the first prediction on (see `output_factors`)."""
+        return []
 
     def with_prior(self, prior_precision: float) -> "SubspacePosterior":
         return replace(self, prior_precision=prior_precision)
@@ -140,6 +146,11 @@ class SubspacePosterior:
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         """Return the diagonal of `covariance`: (n, K)."""
+        heads = heads_of(jacobian, self.projection)
+        if heads:
+            if not self._output_factors:
+                self._output_factors.append(output_factors(self.factor, heads))
+            return output_variances(self._output_factors[0], heads).to(jacobian.outputs.dtype)
         return self.whitened(jacobian).square().sum(2).to(jacobian.outputs.dtype)
 
     def joint_covariance(self, jacobians: Jacobians) -> Tensor:

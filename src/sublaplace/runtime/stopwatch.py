@@ -11,6 +11,9 @@ PASSES = "passes"
 FACTORISATIONS = "factorisations"
 """Curvature besides its passes, such as eigendecompositions, whose seconds do not grow with N."""
 
+PROBING = "probing"
+"""The first look at a network, whose seconds do not grow with N."""
+
 
 class Stopwatch:
     """Seconds by kind of work. Work inside other work counts once, for the inner kind."""

@@ -36,9 +36,9 @@ class Call:
     multiplications: int
 
 
-_RELU = (F.relu, torch.relu, Tensor.relu)
-_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
-_LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
+_RELU = {F.relu, torch.relu, Tensor.relu}
+_MAX_POOL = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
+_LINEAR = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm}
 
 
 def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:
@@ -107,8 +107,9 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [t for t in _tensors(args) + _tensors(kwargs) if id(t) in self.parameters]
-        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in _tensors(args) + _tensors(kwargs)):
+        tensors = _tensors(args) + (_tensors(kwargs) if kwargs else [])
+        used = [t for t in tensors if id(t) in self.parameters]
+        if func in _LINEAR and any(isinstance(t, torch.nn.Parameter) for t in tensors):
             self.last_linear = tuple(self.parameters[id(t)] for t in used)
         if not used:
             return self._without_parameters(func, args, kwargs)

@@ -53,8 +53,8 @@ test: $(VENV)/.stamp-test  ## lint, check the format and the types, run the test
 	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((types | tests))
 
-test-slow: $(VENV)/.stamp-test  ## run the tests that take long, such as scikit-learn's checks of the estimators (minutes)
-	$(BIN)/python -m pytest -q -n auto -m slow
+test-slow: $(VENV)/.stamp-test  ## run the tests that take long, such as the whole matrix of the pretended accelerator (minutes)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow
 
 # Limited to a quarter of an hour; the counts of all runs are added up in results/soak.json.
 soak: $(VENV)/.stamp-test  ## kill fits and ranks, fill the disk, damage files, interrupt predictions (15 minutes)

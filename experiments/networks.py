@@ -20,13 +20,16 @@ def mlp(num_inputs: int, num_outputs: int, width: int = 128) -> nn.Sequential:
 
 
 class ReusedConvolutionCNN(nn.Module):
-    """Two convolution blocks and a linear layer; the second block runs twice with the same weights: p = 12,458."""
+    """Two convolution blocks and a linear layer; the second block runs twice with the same weights.
 
-    def __init__(self) -> None:
+    With 32 channels, as in the paper, p = 12,458.
+    """
+
+    def __init__(self, channels: int = 32) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        self.reused = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        self.head = nn.Linear(288, 10)
+        self.first = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.reused = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(9 * channels, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.reused(self.reused(self.first(images))).flatten(1))

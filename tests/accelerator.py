@@ -4,6 +4,7 @@ A tensor of the accelerator holds a CPU tensor and hands every operation on to i
 with a CPU tensor of one or more dimensions fails; numbers, copies and indices aside.
 """
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
@@ -68,11 +69,16 @@ class _Operations(TorchDispatchMode):
         return dispatched(func, args, kwargs or {})
 
 
+_CONSTANTS = {torch.Tensor.tolist, torch.Tensor.new_tensor, torch.tensor, torch.as_tensor}
+
+
 class _Constants(TorchFunctionMode):
     """`torch.tensor`, its relatives and `tolist` copy numbers without an operation that could be seen."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func not in _CONSTANTS:
+            return func(*args, **kwargs)
         device = kwargs.get("device")
         if func is torch.Tensor.tolist and isinstance(args[0], Pretended):
             return args[0].held.tolist()
@@ -139,45 +145,76 @@ def accelerator():
         yield
 
 
+class _Operation:
+    """What `dispatched` asks of an operation, found out once."""
+
+    def __init__(self, func):
+        self.run = _FUSED.get(func, func)
+        self.may_cross = func in _CROSSING
+        self.changes_shape = torch.Tag.inplace_view in func.tags
+        returns = func._schema.returns
+        writes = bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
+        self.returns_one = len(returns) == 1
+        self.written = [
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if writes and argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+
+_operation = functools.cache(_Operation)
+
+
 def dispatched(func, args, kwargs):
     """Run an operation on the held tensors, and wrap what it returns if it belongs on the accelerator."""
-    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    inside = [tensor for tensor in tensors if isinstance(tensor, Pretended)]
+    tensors = _tensors(kwargs.values(), _tensors(args, []))
+    inside = [tensor for tensor in tensors if type(tensor) is Pretended]
     asked = kwargs.get("device")
     wraps = bool(inside) if asked is None else torch.device(asked).type == DEVICE.type
     if asked is not None and wraps:
         kwargs = kwargs | {"device": torch.device("cpu")}
     if not inside and not wraps:
         return func(*args, **kwargs)
-    outside = [tensor for tensor in tensors if not isinstance(tensor, Pretended) and tensor.ndim]
-    if inside and outside and func not in _CROSSING:
+    operation = _operation(func)
+    if inside and not operation.may_cross and any(type(each) is not Pretended and each.ndim for each in tensors):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} found {DEVICE} and cpu.")
     if kwargs.get("generator") is not None and wraps:
         raise RuntimeError(f"Expected a generator for {DEVICE}, but {func} found one for the CPU.")
-    plain_args, plain_kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, Pretended) else leaf, (args, kwargs))
-    result = _FUSED.get(func, func)(*plain_args, **plain_kwargs)
+    result = operation.run(*map(_held, args), **{name: _held(value) for name, value in kwargs.items()})
     if inside and asked is not None and not wraps:
         # A copy to the CPU that needs no conversion would be the held tensor itself.
-        return tree_map(lambda leaf: leaf.clone() if leaf is inside[0].held else leaf, result)
-    if inside and torch.Tag.inplace_view in func.tags:  # such as transpose_: the wrapper takes the new shape as well
+        return result.clone() if result is inside[0].held else result
+    if inside and operation.changes_shape:  # such as transpose_: the wrapper takes the new shape as well
         with no_dispatch():
             func(*args, **kwargs)
-    written = _written(func, args, kwargs)
-    if written is not None:
-        return written
-    return tree_map(lambda leaf: Pretended(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+    if operation.written:  # the argument that it writes to is what it returns
+        found = [kwargs[name] if name in kwargs else args[place] for place, name in operation.written]
+        return found[0] if operation.returns_one else tuple(found)
+    return _wrapped(result)
 
 
-def _written(func, args, kwargs):
-    """The argument that an operation writes to and returns, if it does."""
-    returns = func._schema.returns
-    if not returns or returns[0].alias_info is None or not returns[0].alias_info.is_write:
-        return None
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(kwargs[argument.name] if argument.name in kwargs else args[place])
-    return found[0] if len(returns) == 1 else tuple(found)
+# Arguments and results of operations are tensors, numbers, and lists or tuples of these.
+
+
+def _tensors(values, found):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _tensors(value, found)
+    return found
+
+
+def _held(value):
+    if type(value) is Pretended:
+        return value.held
+    return [_held(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _wrapped(value):
+    if isinstance(value, torch.Tensor):
+        return Pretended(value)
+    return type(value)(map(_wrapped, value)) if type(value) in (list, tuple) else value
 
 
 def moved(value):

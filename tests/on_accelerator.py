@@ -1,6 +1,10 @@
-"""Everything on the pretended accelerator, equal to the CPU; run by `test_devices.py` in a process of its own."""
+"""Everything on the pretended accelerator, equal to the CPU; run by `test_devices.py` in a process of its own.
+
+Tests that are not slow run each member, projector, kind of likelihood and option once, and networks of every kind.
+"""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -26,6 +30,17 @@ from sublaplace import (
 from sublaplace.ood import epistemic_variance
 
 ON_THE_CPU = {"evaluate", "log_marginal_likelihood"}  # whose results are numbers
+
+
+def quick(names, *chosen):
+    """The names as parameters: all but those chosen are slow."""
+    assert set(chosen) <= set(names)
+    return [
+        name
+        if name in chosen
+        else pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow)
+        for name in names
+    ]
 
 
 def on_device(value):
@@ -95,8 +110,10 @@ def test_every_projector_runs_on_an_accelerator(projector):
     compared("mlp", "classification", predicted, **options)
 
 
-@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
-@pytest.mark.parametrize("weight", ["fitted", 0.5])
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    quick(list(itertools.product(["kfac", "diagonal"], ["fitted", 0.5])), ("kfac", "fitted"), ("diagonal", 0.5)),
+)
 def test_every_complement_runs_on_an_accelerator(kind, weight):
     def result(problem, la):
         return predicted(problem, la), la.complement_weight, la.sample(2), la.updated(problem.others)(problem.new)
@@ -115,7 +132,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", quick(LIKELIHOODS, "noise per output", "ignored labels", "yes or no"))
 def test_every_likelihood_runs_on_an_accelerator(name):
     def result(problem, la):
         prediction: Prediction = la.predict(problem.new, link="mc" if la.noise_std is None else None)
@@ -127,7 +144,11 @@ def test_every_likelihood_runs_on_an_accelerator(name):
     compared("mlp", LIKELIHOODS[name], result, dim=4, **options)
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS))
+KINDS = "paper-cnn", "residual-batch-norm", "embedding", "transformer", "tied-weights", "free-parameters", "lstm"
+KINDS += "frozen-layer", "keyword-inputs", "conv-groups"
+
+
+@pytest.mark.parametrize("name", quick(sorted(NETWORKS), *KINDS))
 def test_every_network_runs_on_an_accelerator(name):
     compared(name, "classification", predicted, dim=4, complement=None, prior_precision=0.7)
 
@@ -142,8 +163,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+CASES = list(itertools.product(OPTIONS, ["regression", "classification"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "likelihood"), quick(CASES, *(case for k, case in enumerate(CASES) if k % 4 in (0, 3)))
+)
 def test_every_option_runs_on_an_accelerator(name, likelihood):
     compared("mlp", likelihood, predicted, **OPTIONS[name])
 
@@ -165,8 +190,10 @@ def test_weights_of_the_data_may_be_anywhere():
         assert equal(result(moved), expected)
 
 
-@pytest.mark.parametrize("structure", ["scalar", "layer"])
-@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+PRIORS = list(itertools.product(["regression", "classification"], ["scalar", "layer"]))
+
+
+@pytest.mark.parametrize(("likelihood", "structure"), quick(PRIORS, PRIORS[1], PRIORS[2]))
 def test_training_runs_on_an_accelerator(likelihood, structure):
     def result(problem, la):
         found = train(problem.model, problem.data, likelihood, epochs=4, prior_structure=structure)

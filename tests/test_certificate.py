@@ -53,10 +53,11 @@ def test_the_full_covariance_lies_between_the_bounds(name, kind):
 def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(dim=8)
-    last = None
+    last, matrix = None, la.projection_matrix()
     for dim in range(1, la.dim + 1):
-        lower, upper = la.truncated(dim).bounds(problem.new)
-        Q = la.projection_matrix()[:, :dim]
+        bounds = la.truncated(dim).bounds(problem.new)
+        lower, upper = bounds
+        Q = matrix[:, :dim]
         Y = problem.ggn @ Q
         nystroem = Y @ torch.linalg.pinv(Q.T @ Y) @ Y.T + PRIOR * torch.eye(len(Q)).double()
         expected = blocks(full_covariance(problem.jacobian, nystroem), 4)
@@ -65,7 +66,7 @@ def test_the_upper_bound_is_that_of_the_formula_and_tightens_with_the_dimension(
             scale = float(last.upper.diagonal(dim1=1, dim2=2).sum())
             assert least_eigenvalue(lower - last.lower) >= -1e-9 * scale
             assert least_eigenvalue(last.upper - upper) >= -1e-9 * scale
-        last = la.truncated(dim).bounds(problem.new)
+        last = bounds
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,11 +50,14 @@ class Problem:
 
 
 def dense_outside(problem, complement, prior=PRIOR):
-    """Ψ_K as a matrix, column by column through its precision's own solve."""
-    posterior = problem.fit_outside(complement)._state.posterior.with_prior(prior)
-    identity = torch.eye(len(problem.ggn), dtype=torch.float64)
-    layout = posterior.layout
-    return layout.flatten(posterior.solve(layout.unflatten(identity))).T
+    """Ψ_K as a matrix, column by column through its precision's own solve; made once for each problem."""
+    made = problem.__dict__.setdefault("outside", {})
+    if (complement, prior) not in made:
+        posterior = problem.fit_outside(complement)._state.posterior.with_prior(prior)
+        identity = torch.eye(len(problem.ggn), dtype=torch.float64)
+        layout = posterior.layout
+        made[complement, prior] = layout.flatten(posterior.solve(layout.unflatten(identity))).T
+    return made[complement, prior]
 
 
 def dense_complemented(problem, Q, outside, prior=PRIOR):

@@ -149,10 +149,12 @@ def on_cpu(likelihood, **options):
     return problem, problem.fitted(**options)
 
 
-def test_everything_runs_on_a_pretended_accelerator():
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_everything_runs_on_a_pretended_accelerator(which):
     """In a process of its own: autograd starts threads for another device, after which a process must not be forked."""
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", str(here / "on_accelerator.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-m", which]
+    command.append(str(here / "on_accelerator.py"))
     run = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 

@@ -27,7 +27,7 @@ def sentences(n: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids[:, 0] % 3}
 
 
-def dynamic(count: int = 8, n: int = 5, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+def dynamic(count: int = 5, n: int = 5, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Batches of which some have different lengths."""
     return [sentences(n, 4 + (3 * k) % 4, 100 * seed + k) for k in range(count)]
 
@@ -48,11 +48,13 @@ SETTINGS = {
     "layers": {"prior_structure": "layer", "prior_precision": "evidence"},
     "weight": {"complement": "kfac", "prior_precision": PRIOR},
 }
-CASES = [(lora_bert, name) for name in SETTINGS] + [(build, "paper") for build in (bert, gpt2, lora_gpt2)]
+LONG = [(lora_bert, "layers"), (lora_bert, "weight"), (bert, "paper"), (gpt2, "paper")]
+CASES = [(lora_bert, "default"), (lora_bert, "validation"), (lora_bert, "paper"), (lora_gpt2, "paper")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG]
 
 
 @pytest.mark.parametrize(("build", "setting"), CASES)
-@pytest.mark.filterwarnings("ignore:.*λ")  # little is learned from forty made-up sentences
+@pytest.mark.filterwarnings("ignore:.*λ")  # little is learned from a few made-up sentences
 def test_dynamic_padding_gives_the_posterior_of_one_length(build, setting):
     model, new = made(build), without_labels(sentences(4, 6, seed=99))
     options = dict(SETTINGS[setting])
@@ -153,7 +155,13 @@ def tokens_to_one_length(loader: list[dict[str, torch.Tensor]]) -> list[dict[str
     return [batch | {"labels": longer(batch["labels"])} for batch in to_one_length(loader)]
 
 
-@pytest.mark.parametrize("complement", [None, Complement("kfac", weight=1.0)], ids=["subspace", "kfac"])
+@pytest.mark.parametrize(
+    "complement",
+    [
+        pytest.param(None, id="subspace"),
+        pytest.param(Complement("kfac", weight=1.0), id="kfac", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_of_padded_sentences_have_the_posterior_of_one_length(token_classifier, complement):
     likelihood = Categorical(class_dim=-1, ignore_index=IGNORED)
     one, other = (

@@ -294,7 +294,8 @@ def test_one_class_is_no_classification():
 
 
 def test_without_scikit_learn_the_error_says_what_to_install():
-    code = "import sys; sys.modules['sklearn'] = None; import sublaplace; import sublaplace.sklearn"
+    code = "import sys; sys.modules |= dict.fromkeys(['sklearn', 'transformers', 'lightning', 'botorch'])\n"
+    code += "import sublaplace; import sublaplace.sklearn"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: sublaplace.sklearn needs scikit-learn" in run.stderr
     assert "sublaplace[sklearn]" in run.stderr

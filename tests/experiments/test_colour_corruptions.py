@@ -207,7 +207,7 @@ def test_elastic_transform_of_severity_one_is_affine_and_moves_three_corners_by_
     assert (np.abs(sizes.mean(axis=0) - 0.04 * 32) < 0.1 * 0.04 * 32).all()
 
 
-@pytest.mark.parametrize("severity", ELASTIC)
+@pytest.mark.parametrize("severity", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4)), 5])
 def test_elastic_transform_displaces_the_middle_by_the_affine_map_and_by_blurred_noise(severity: int) -> None:
     """Var = shift²/6 (the middle lies halfway between two of the three corners) + reach²/3 · (Σ k²)², k the blur."""
     reach, sigma, shift = (32 * setting for setting in ELASTIC[severity])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import datasets
+from experiments import colour_images, datasets
 from experiments.datasets import DataFileError, SourceFile, Upstream, content
 
 needs_data = pytest.mark.skipif("SUBLAPLACE_DATA" not in os.environ, reason="SUBLAPLACE_DATA names no data folder")
@@ -40,8 +40,11 @@ def test_every_set_has_its_sizes_listed() -> None:
     assert set(SIZES) | SAME_DATA == set(datasets.DATASETS)
 
 
+LONG = {"cifar10"}  # 180 MB to decompress
+
+
 @needs_data
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SIZES])
 def test_sizes_and_types(name: str) -> None:
     train, test, shape, outputs = SIZES[name]
     data = datasets.load(name)
@@ -54,6 +57,26 @@ def test_sizes_and_types(name: str) -> None:
         assert data.likelihood == "classification"
         assert data.train_targets.dtype == torch.int64
         assert data.test_targets.bincount().sum() == test and data.train_targets.max() == 9
+
+
+@needs_data
+def test_each_file_of_cifar10_is_read_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file is decompressed, and its first pictures stand for those of every file."""
+    pixels = colour_images._cifar10_pixels("test_batch")
+    assert pixels.shape == (10_000, 32, 32, 3) and pixels.dtype == np.uint8
+    channels = pixels.reshape(-1, 3) / 255  # much as in the training pictures, whose mean and deviation are known
+    assert channels.mean(0) == pytest.approx(colour_images.CIFAR10_MEAN, abs=0.01)
+    assert channels.std(0) == pytest.approx(colour_images.CIFAR10_STD, abs=0.01)
+    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    firsts = {name: pixels[2 * k : 2 * k + 2] for k, name in enumerate(files)}
+    monkeypatch.setattr(colour_images, "_cifar10_pixels", firsts.__getitem__)
+    data = datasets.load("cifar10")
+    found = colour_images.pixels_of(
+        torch.cat([data.train_inputs, data.test_inputs]), colour_images.CIFAR10_MEAN, colour_images.CIFAR10_STD
+    )
+    assert np.array_equal(found, pixels[:12])
+    assert data.train_targets.shape == (50_000,) and data.test_targets.bincount().tolist() == [1000] * 10
+    assert data.train_targets.bincount().tolist() == [5000] * 10
 
 
 @needs_data

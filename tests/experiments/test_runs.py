@@ -1,8 +1,10 @@
 """The experiments on made-up data: scores against other ways to them, what theory demands, runs that are resumed."""
 
+import itertools
 import math
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +22,15 @@ from experiments import scores as scoring
 from experiments.__main__ import main
 from experiments.cost import Cost, measured
 from experiments.datasets import Dataset
-from experiments.methods import Problem, drawn, feasible_projection, optimal_projection, reduced_posterior
+from experiments.methods import (
+    COMPLEMENTED,
+    Complemented,
+    Problem,
+    drawn,
+    feasible_projection,
+    optimal_projection,
+    reduced_posterior,
+)
 from experiments.recipes import RECIPES, Recipe, TrainingRecipe
 from experiments.results import Results, Row
 from experiments.scored_sets import scored_sets
@@ -29,6 +39,8 @@ from experiments.sensitivity import sensitivities
 from experiments.sweeps import SubspaceSweep, capped
 from experiments.training import trained_network
 from sublaplace import PROJECTORS, Gaussian, SubspaceLaplace, metrics
+
+pytestmark = pytest.mark.usefixtures("small_networks")
 
 METHODS = {
     "full": "",
@@ -47,15 +59,18 @@ METHODS = {
 PLAIN = replace(
     RECIPES["enb"],
     dataset="toy",
+    network="small-mlp",
     training=TrainingRecipe(0.01, 30, 0.1, 0.5, batch_size=40),
     num_inputs=12,
     largest_dim=19,
     swag_snapshots=3,
     maps_sensitivity=False,
 )
+NUM_PARAMETERS, LAST_LAYER = 866, 50  # of the network of PLAIN
 IMAGES = replace(
     RECIPES["mnist"],
     dataset="mnist",
+    network="small-cnn",
     training=TrainingRecipe(0.004, 2, 0.1, 0.3, batch_size=24),
     num_inputs=5,
     largest_dim=30,
@@ -99,7 +114,11 @@ def table(rows: list[Row]) -> Table:
 def regression_rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     folder = tmp_path_factory.mktemp("regression")
     results = Results(folder / "results.csv")
-    runs.run(PLAIN, regression(), range(5), results, folder)
+    clock, readings = time.process_time, itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        # Some clocks advance in steps of 10 ms; here each reading is later than the one before.
+        patch.setattr(time, "process_time", lambda: clock() + 1e-6 * next(readings))
+        runs.run(PLAIN, regression(), range(5), results, folder)
     return results.rows()
 
 
@@ -126,12 +145,12 @@ def test_every_score_is_there_for_every_dimension(regression_rows: list[Row]) ->
     assert grid == list(range(10, 20))
     for name in METHODS:
         dims = [s for _, found, s in scores if found == name]
-        alone = {"full": 17922, "kfac": 17922, "map": 0, "last-layer": 258}
+        alone = {"full": NUM_PARAMETERS, "kfac": NUM_PARAMETERS, "map": 0, "last-layer": LAST_LAYER}
         assert dims == ([alone[name]] if name in alone else grid), name
         for s in dims:
             assert {"kl", "log_trace", "relative_error", "nll", "coverage"} <= set(scores["toy", name, s]), name
     assert {"dead_percent", "noise_std", "rmse"} <= set(scores["toy", "map", 0])
-    assert scores["toy", "kfac", 17922]["prior_precision"] > 0
+    assert scores["toy", "kfac", NUM_PARAMETERS]["prior_precision"] > 0
     assert set(scores["toy", "ensemble", 0]) == {"nll", "coverage"}
 
 
@@ -148,12 +167,19 @@ def test_corrupted_pictures_are_scored_at_one_dimension(picture_rows: list[Row])
     for corruption in ("rotate", "fog"):
         found = {name: s for dataset, name, s in scores if dataset == f"mnist-c/{corruption}"}
         assert set(found) == set(methods)
-        assert found["subset-magnitude"] == 100 and found["last-layer"] == 2890
+        assert found["subset-magnitude"] == 100 and found["last-layer"] == 550
         assert found["lowrank-kfac"] == 50  # the rank: five inputs with ten outputs
         for name, s in found.items():
             row = scores[f"mnist-c/{corruption}", name, s]
             assert ("nll" in row) == (name != "full") and ("kl_mean" in row) == (name != "temperature")
     assert scores["mnist-c/fog", "map", 0]["nll"] != scores["mnist", "map", 0]["nll"]
+
+
+def test_classification_has_every_candidate_with_a_complement(picture_rows: list[Row]) -> None:
+    rows = [row for row in picture_rows if row.complement]
+    assert {Complemented(row.projector, row.inputs, row.complement) for row in rows} == set(COMPLEMENTED)
+    values = {row.metric: row.value for row in rows if row.projector == "lowrank-correction"}
+    assert values["kl_mean"] >= 0 and 0 < values["brier"] < 2
 
 
 # What theory demands
@@ -246,7 +272,7 @@ def test_scores_of_classification_are_those_of_the_facade(picture_rows: list[Row
     la.fit([(data.train_inputs, data.train_targets)])
     probabilities = la(data.test_inputs)
     assert isinstance(probabilities, Tensor)
-    found = table(picture_rows)["mnist", "last-layer", 2890]
+    found = table(picture_rows)["mnist", "last-layer", 550]
     assert found["nll"] == pytest.approx(metrics.nll(probabilities, data.test_targets), rel=1e-4)
     assert found["ece"] == pytest.approx(metrics.ece(probabilities, data.test_targets), abs=1e-4)
     assert found["brier"] == pytest.approx(metrics.brier(probabilities, data.test_targets), rel=1e-4)
@@ -315,7 +341,7 @@ def test_dead_parameters_are_those_without_any_gradient() -> None:
 
 
 def test_sensitivity_map_is_kept_in_order(tmp_path: Path) -> None:
-    recipe = replace(PLAIN, maps_sensitivity=True)
+    recipe = replace(PLAIN, network="mlp-8-2", maps_sensitivity=True)
     network = trained_network(recipe, regression(), 0, tmp_path).double()
     problem = Problem(recipe, regression(), network, 0)
     run = SeedRun(problem, scored_sets(recipe, regression(), ()), Results(tmp_path / "results.csv"), tmp_path)
@@ -377,54 +403,61 @@ def values(results: Results) -> dict[tuple[object, ...], float]:
     return {(row.job, row.s, row.metric): row.value for row in rows}
 
 
-def test_a_finished_run_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = Results(tmp_path / "results.csv")
-    runs.run(TINY, regression(), [0], results, tmp_path)
-    before = results.path.read_bytes()
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("through")
+    runs.run(TINY, regression(), [0], Results(folder / "results.csv"), folder)
+    return folder
+
+
+@pytest.fixture
+def finished(through: Path, tmp_path: Path) -> Results:
+    """A copy of a finished run, whose results are in the folder of what was computed."""
+    shutil.copytree(through, tmp_path, dirs_exist_ok=True)
+    return Results(tmp_path / "results.csv")
+
+
+def test_a_finished_run_adds_nothing(finished: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = finished.path.read_bytes()
 
     def fail(*_: object) -> None:
         raise AssertionError("done again")
 
     monkeypatch.setattr(seed_run, "measured", fail)
-    runs.run(TINY, regression(), [0], results, tmp_path)
-    assert results.path.read_bytes() == before
+    runs.run(TINY, regression(), [0], finished, finished.path.parent)
+    assert finished.path.read_bytes() == before
 
 
-def test_a_missing_job_is_done_again_without_the_exact_ggn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = Results(tmp_path / "results.csv")
-    runs.run(TINY, regression(), [0], results, tmp_path)
-    expected = values(results)
-    lines = results.path.read_text().splitlines(keepends=True)
-    results.path.write_text("".join(line for line in lines if ",lowrank-diagonal," not in line))
-    assert len(values(results)) < len(expected)
+def test_a_missing_job_is_done_again_without_the_exact_ggn(finished: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = values(finished)
+    lines = finished.path.read_text().splitlines(keepends=True)
+    finished.path.write_text("".join(line for line in lines if ",lowrank-diagonal," not in line))
+    assert len(values(finished)) < len(expected)
     monkeypatch.setattr(fits, "exact_posterior", lambda _: pytest.fail("the covariance is on disk"))
-    runs.run(TINY, regression(), [0], results, tmp_path)
-    assert values(results) == expected
+    runs.run(TINY, regression(), [0], finished, finished.path.parent)
+    assert values(finished) == expected
 
 
-def test_some_methods_alone_give_the_rows_that_they_have_among_all(tmp_path: Path) -> None:
+def test_some_methods_alone_give_the_rows_that_they_have_among_all(through: Path, tmp_path: Path) -> None:
     some = Results(tmp_path / "some.csv")
     runs.run(TINY, regression(), [0], some, tmp_path, methods=["map", "lowrank-diagonal"])
     assert {row.projector for row in some.rows()} == {"map", "lowrank-diagonal"}
-    everything = Results(tmp_path / "all.csv")
-    runs.run(TINY, regression(), [0], everything, tmp_path)
+    everything = Results(through / "results.csv")
     assert values(some).items() < values(everything).items()
     runs.run(TINY, regression(), [0], some, tmp_path)
     assert values(some) == values(everything)
 
 
-def test_a_reference_of_another_recipe_is_not_used(tmp_path: Path) -> None:
-    first, second = Results(tmp_path / "a.csv"), Results(tmp_path / "b.csv")
-    runs.run(TINY, regression(), [0], first, tmp_path)
+def test_a_reference_of_another_recipe_is_not_used(finished: Results) -> None:
+    second = Results(finished.path.with_name("other.csv"))
     other = replace(TINY, prior_precision=50.0)
-    runs.run(other, regression(), [0], second, tmp_path)
+    runs.run(other, regression(), [0], second, finished.path.parent, methods=["full"])
     (zero,) = [row.value for row in second.rows() if (row.projector, row.metric) == ("full", "kl")]
     assert zero < 1e-12
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    through = Results(tmp_path / "through.csv")
-    runs.run(TINY, regression(), [0], through, tmp_path / "through")
+def test_a_killed_run_goes_on_where_it_was(through: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     fork = multiprocessing.get_context("fork")
 
@@ -446,7 +479,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert len(Results(path).done()) >= max(jobs, seen), "a job is lost"
         seen = len(Results(path).done())
     runs.run(TINY, regression(), [0], Results(path), tmp_path / "killed")
-    assert values(Results(path)) == pytest.approx(values(through), rel=1e-9, nan_ok=False)
+    assert values(Results(path)) == pytest.approx(values(Results(through / "results.csv")), rel=1e-9, nan_ok=False)
 
 
 # The command line

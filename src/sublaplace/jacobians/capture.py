@@ -36,10 +36,10 @@ class Call:
     multiplications: int
 
 
-_RELU = (F.relu, torch.relu, Tensor.relu)
-_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)
-_CONVOLUTIONS = (F.conv2d, torch.conv2d)
-_LINEAR = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm)
+_RELU = {F.relu, torch.relu, Tensor.relu}
+_MAX_POOL = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
+_CONVOLUTIONS = {F.conv2d, torch.conv2d}
+_LINEAR = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm}
 
 
 def _input_elements(use: Use, source: Tensor, output: Tensor) -> int:

@@ -71,6 +71,7 @@ def assert_same(found, expected, tolerance):
 
 def one_bin_for_every_eigenvalue(monkeypatch):
     monkeypatch.setattr(binned_sweep, "BINS_PER_DECADE", 100)  # 1,201 bins, more than there are parameters
+    monkeypatch.setattr(binned_sweep, "_NEGLIGIBLE", 1e-15)  # none share the last bin
     used = itertools.count()
     monkeypatch.setattr(
         binned_sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])

@@ -313,6 +313,6 @@ def chosen_from(data: ValidationData | PooledValidation, noise: bool) -> Chosen 
         what = "more uncertainty than this posterior has" if best == 0 else "next to no uncertainty"
         warn(f"The best λ for the validation data lies at an end of its search: they ask for {what}.")
     left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]
-    log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-4)
+    log_tau = golden_section(lambda x: -loss(x), left, right, width=1e-2)
     factor = data.loss_and_factor(log_tau, away(log_tau))[1] if noise else 1.0
     return Chosen(exp(log_tau) * data.unit / factor**2, factor, count)

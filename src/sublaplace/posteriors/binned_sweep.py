@@ -2,6 +2,7 @@ r"""The sweep of KFAC or a diagonal, around a subspace or alone, with its eigenv
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil, log10
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ On tiny networks, where few eigenvalues carry a variance, single ones are off by
 
 _NUMBERS_AT_ONCE = 2**23  # of what differs between the points of a sweep
 _DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin
+_NEGLIGIBLE = 0.03  # share of τ below which eigenvalues of wK share the last bin
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,10 @@ class ComplementSweep:
         values: Tensor,
         turn: Tensor,
     ) -> "ComplementSweep":
-        eigenvalues, parts = _binned(outside, 1 / (unit * outside.weight), values.device)
         fixed = outside.weight if along_prior else outside.prior_precision / unit
+        largest_ratio = fixed / float(points.min()) if along_prior else float(points.max()) / fixed  # of w to τ
+        smallest = _NEGLIGIBLE / largest_ratio
+        eigenvalues, parts = _binned(outside, 1 / (unit * outside.weight), smallest, values.device)
         base = torch.zeros_like(turn) if along_prior else (fixed * torch.ones_like(values)).diag()
         base += values.diag()
         grams = turn.new_zeros(len(eigenvalues), *turn.shape)
@@ -288,12 +292,13 @@ class _HeadPart:
         starts, pieces = lengths.cumsum(0) - lengths, -(-lengths // width)
         rank = torch.arange(C * I, device=device) - starts[run]
         piece, slot = (pieces.cumsum(0) - pieces)[run] + rank // width, rank % width
-        columns = torch.zeros(int(pieces.sum()), width, dtype=torch.long, device=device)
-        columns[piece, slot] = order.flatten()
-        vectors = self.vectors.new_zeros(*columns.shape, len(self.vectors))
-        vectors[piece, slot] = self.vectors[:, rows.expand(C, I).flatten(), order.flatten()].T
+        # The places of all entries in the maps; one more column of zeros fills up what is shorter.
+        entries = torch.full((int(pieces.sum()), width), C * I, device=device)
+        entries[piece, slot] = (rows * I + order).flatten()
+        padded = torch.cat([self.vectors.flatten(1), self.vectors.new_zeros(len(self.vectors), 1)], dim=1)
+        vectors = padded.index_select(1, entries.flatten()).view(-1, *entries.shape).movedim(0, 1).contiguous()
         owner = owners.repeat_interleave(pieces)
-        return columns, vectors.transpose(1, 2).contiguous(), owner % self.num_bins * C + owner // self.num_bins
+        return entries % I, vectors, owner % self.num_bins * C + owner // self.num_bins
 
     @cached_property
     def _members(self) -> Tensor:
@@ -337,10 +342,16 @@ class _HeadPart:
         products += self.products(unit_products)
 
 
-def _binned(outside: BlockPrecision, unweighted: float, device: torch.device) -> tuple[Tensor, dict[str, _BinnedPart]]:
-    """Return the mean eigenvalue of every bin that is used, times a factor, and the parts without their vectors."""
+def _binned(
+    outside: BlockPrecision, unweighted: float, smallest: float, device: torch.device
+) -> tuple[Tensor, dict[str, _BinnedPart]]:
+    """Return the mean eigenvalue of every bin that is used, times a factor, and the parts without their vectors.
+
+    Eigenvalues below `smallest` share a bin.
+    """
     largest = max(float(part.eigenvalues().max()) for part in outside.parts.values()) * unweighted
-    count = BINS_PER_DECADE * _DECADES + 1
+    decades = min(max(log10(largest / smallest), 0.0), _DECADES) if largest > 0 else 0.0
+    count = ceil(BINS_PER_DECADE * decades) + 1
     totals = torch.zeros(count, 2, dtype=torch.float64, device="cpu")
     places = {}
     for name, part in outside.parts.items():
@@ -370,8 +381,8 @@ def _over_bins(factors: Tensor, sums: Tensor) -> Tensor:
 def _bins(eigenvalues: Tensor, largest: float, count: int) -> Tensor:
     """Return the bin of each eigenvalue, 0 for the smallest."""
     scale = torch.tensor(max(largest, torch.finfo(torch.float64).tiny), dtype=torch.float64, device="cpu")
-    decades = (eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) / scale).log10() + _DECADES
-    return (decades * BINS_PER_DECADE).floor().clamp(0, count - 1).long()
+    decades = (eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) / scale).log10()
+    return (decades * BINS_PER_DECADE + count - 1).floor().clamp(0, count - 1).long()
 
 
 def _runs(places: Tensor) -> tuple[tuple[int, int, int], ...]:

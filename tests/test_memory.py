@@ -13,6 +13,7 @@ from torch import nn
 import sublaplace
 from sublaplace import Complement, Resources, SubspaceLaplace
 from sublaplace.runtime import memory
+from sublaplace.runtime.allocations import allocated_bytes
 
 MIB = 2**20
 BUDGET = 96 * MIB
@@ -190,3 +191,19 @@ def test_the_smaller_of_system_and_container_is_free(monkeypatch):
     assert memory.available_bytes(torch.device("cpu")) == 1234
     monkeypatch.setattr(memory, "_system_bytes", lambda: 1000)
     assert memory.available_bytes(torch.device("cpu")) == 1000
+
+
+def test_allocations_are_counted_until_they_are_freed():
+    x = torch.randn(1000, 100)
+    size = x.numel() * x.element_size()
+
+    def one_after_another():
+        for _ in range(5):
+            x + 1
+
+    def held():
+        return [x + k for k in range(5)]
+
+    assert allocated_bytes(one_after_another) <= 2 * size
+    assert allocated_bytes(held) == 5 * size
+    assert allocated_bytes(lambda: x.view(100, 1000).add_(0)) == 0  # memory that was there before

@@ -24,7 +24,7 @@ from sublaplace.runtime.allocations import allocated_bytes
 from sublaplace.runtime.memory import default_budget
 
 _MEASURED_INPUTS = 8
-_BESIDE = 3 * 2**19  # bytes of Python objects, and of freed memory that the allocator keeps
+_BESIDE = 2**20  # bytes of Python objects, and of freed memory that the allocator keeps
 _PANELS = 16 * 2**20  # bytes of the panels that products and decompositions of large matrices work on
 _SQUARES_OF_A_SWEEP = 8  # s × s matrices: PᵀΛP in other coordinates, its eigenvectors and what LAPACK needs for them
 

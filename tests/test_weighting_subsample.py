@@ -104,6 +104,7 @@ def best_log_weight(setting, la, ggn, K):
 def own_bins(monkeypatch):
     """Every eigenvalue of KFAC in a bin of its own, so that nothing is rounded."""
     monkeypatch.setattr(binned_sweep, "BINS_PER_DECADE", 100)
+    monkeypatch.setattr(binned_sweep, "_NEGLIGIBLE", 1e-15)
     used = itertools.count()
     monkeypatch.setattr(
         binned_sweep, "_bins", lambda eigenvalues, _, count: torch.tensor([next(used) % count for _ in eigenvalues])

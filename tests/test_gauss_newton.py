@@ -29,17 +29,6 @@ def test_a_linear_network_reaches_ridge_regression_in_few_steps():
     assert torch.allclose(torch.cat([linear.weight, linear.bias[None]], dim=1).T, ridge, rtol=1e-5)
 
 
-def test_one_prior_precision_per_parameter_is_generalised_ridge_regression():
-    x, y = data()
-    linear = nn.Linear(2, 1).double()
-    found = trained_by_gauss_newton(linear, x, y, {"weight": 5.0, "bias": 0.1}, noise_std=0.5, max_steps=30)
-    design = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
-    priors = torch.tensor([5.0, 5.0, 0.1], dtype=torch.float64).diag()
-    ridge = torch.linalg.solve(design.T @ design + 0.25 * priors, design.T @ y)
-    assert torch.allclose(torch.cat([linear.weight, linear.bias[None]], dim=1).T, ridge, rtol=1e-5)
-    assert found.prior_precision == {"weight": 5.0, "bias": 0.1}
-
-
 def test_the_gradient_of_the_objective_vanishes_at_the_end():
     x, y = data()
     model = network(x, 2)

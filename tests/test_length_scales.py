@@ -5,8 +5,7 @@ import torch
 from torch.distributions import MultivariateNormal
 
 from sublaplace import Gaussian, SubspaceLaplace
-from sublaplace.fitting.gauss_newton import trained_by_gauss_newton
-from sublaplace.fitting.length_scales import Evidence, tuned_by_evidence
+from sublaplace.fitting.length_scales import Evidence, trained_with_length_scales
 from sublaplace.model.fourier import FourierNetwork
 
 
@@ -27,8 +26,8 @@ def position(d, seed=2):
 
 def covariance_of_weights(h, model):
     """The prior covariance of all parameters but δ, as the documentation states it."""
-    stds = [h[-3].exp()] * model.joint.in_features + [h[-2].exp()] * model.single.in_features + [torch.tensor(1.0)]
-    return torch.stack(stds).double().square().diag()
+    stds = [h[-3].exp()] * model.joint.in_features + [h[-2].exp()] * model.single.in_features + [torch.ones_like(h[0])]
+    return torch.stack(stds).square().diag()
 
 
 def design(x, model, h):
@@ -52,7 +51,7 @@ def test_differences_of_the_evidence_are_those_of_normal_densities(outputs):
         F = design(x, model, h)
         covariance = F @ covariance_of_weights(h, model) @ F.T + (2 * h[-1]).exp() * torch.eye(len(x)).double()
         density = sum(MultivariateNormal(torch.zeros(len(x)).double(), covariance).log_prob(column) for column in y.T)
-        mean = torch.tensor([0.3]).double().log() + 0.5 * torch.tensor([3.0]).double().log()
+        mean = torch.tensor([0.6], dtype=torch.float64).log() + 0.5 * torch.tensor([3.0], dtype=torch.float64).log()
         prior = ((h[:3] - mean) / 1.0).square().sum() + (h[3:5] / 2.0).square().sum() + ((h[5] + 4.0) / 2.0).square()
         return density - 0.5 * prior
 
@@ -74,35 +73,46 @@ def test_gradients_of_the_evidence_equal_finite_differences():
         assert float(found[place]) == pytest.approx(float(expected), rel=1e-6, abs=1e-6)
 
 
-def test_the_result_is_a_mode_and_its_weights_are_ridge_regression():
+def trained(x, y, prior_precision=None, noise_std=None, max_steps=200):
+    model = network(x, y.shape[1])
+    return model, trained_with_length_scales(model, x, y, prior_precision, noise_std, max_steps)
+
+
+def test_the_evidence_is_largest_at_the_result():
     x, y = data(outputs=2)
-    model = network(x, 2)
-    found = tuned_by_evidence(model, x, y, None, None)
+    y = y + 0.1 * torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    model, found = trained(x, y)
     evidence = Evidence(model, x, y)
     stds = [found.prior_precision[f"{name}.weight"] ** -0.5 for name in ("joint", "single")]
-    h = torch.cat([model.length_scales, torch.tensor([*stds, found.noise_std]).double()]).log()
-    assert float(evidence.log_density(h)) == pytest.approx(found.log_density, rel=1e-9)
+    h = torch.cat([model.length_scales, torch.tensor([*stds, found.noise_std], dtype=torch.float64)]).log()
     for step in (-0.1, 0.1):
-        for place in range(len(h) - 1):  # σ of noiseless data is at its bound
-            moved = h.clone()
-            moved[place] += step
-            assert float(evidence.log_density(moved)) < found.log_density
-    F = design(x, model, h)
-    precision = F.T @ F / found.noise_std**2 + covariance_of_weights(h, model).inverse()
-    ridge = torch.linalg.solve(precision, F.T @ y / found.noise_std**2)
-    assert torch.allclose(model(x), F @ ridge, atol=1e-5)
+        for moved in h + step * torch.eye(len(h), dtype=torch.float64):
+            assert float(evidence.log_density(moved)) < float(evidence.log_density(h))
+
+
+def test_the_gradient_of_all_parameters_vanishes_at_the_end():
+    x, y = data(outputs=2)
+    model, found = trained(x, y, noise_std=0.05)
+    penalty = sum(found.prior_precision[name] * p.square().sum() / 2 for name, p in model.named_parameters())
+    loss = (y - model(x)).square().sum() / (2 * found.noise_std**2) + penalty
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-2
+    assert float(model.change.detach().abs().max()) > 1e-3
+    stds = [found.prior_precision[f"{name}.weight"] ** -0.5 for name in ("joint", "single")]
+    h = torch.cat([model.length_scales, torch.tensor([*stds, 0.05], dtype=torch.float64)]).log()
+    objective = Evidence(model, x, y, noise_std=0.05).objective(h, model.change)
+    assert float(loss.detach()) == pytest.approx(float(objective.detach()), rel=1e-6)
 
 
 def test_irrelevant_inputs_have_long_length_scales():
     x, y = data(40, 4)
-    model = network(x)
-    tuned_by_evidence(model, x, y, None, None)
+    model, _ = trained(x, y)
     assert model.length_scales[2:].min() > 3 * model.length_scales[0]
 
 
 def test_given_values_are_kept():
     x, y = data()
-    found = tuned_by_evidence(network(x), x, y, 0.7, 0.2)
+    _, found = trained(x, y, 0.7, 0.2)
     assert found.prior_precision["joint.weight"] == pytest.approx(0.7)
     assert found.prior_precision["single.weight"] == pytest.approx(0.7)
     assert found.noise_std == pytest.approx(0.2)
@@ -111,9 +121,7 @@ def test_given_values_are_kept():
 def test_the_posterior_is_the_one_of_all_parameters_by_brute_force():
     """With δ, the Laplace approximation has more variance than the linear model of the weights alone."""
     x, y = data(15, 2)
-    model = network(x)
-    tuned = tuned_by_evidence(model, x, y, None, None)
-    trained_by_gauss_newton(model, x, y, tuned.prior_precision, tuned.noise_std, 40)
+    model, tuned = trained(x, y)
     la = SubspaceLaplace(model, Gaussian(tuned.noise_std), projector="full", prior_precision=tuned.prior_precision).fit(
         [(x, y)]
     )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sublaplace.fitting.gauss_newton import trained_by_gauss_newton
-from sublaplace.fitting.length_scales import tuned_by_evidence
+from sublaplace.fitting.gauss_newton import Trained, trained_by_gauss_newton
+from sublaplace.fitting.length_scales import TrainedWithLengthScales, trained_with_length_scales
 from sublaplace.laplace import SubspaceLaplace
 from sublaplace.model.fourier import FourierNetwork
 from sublaplace.model.likelihoods.gaussian import Gaussian
@@ -89,19 +89,16 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
     ) -> "SubspaceLaplaceModel":
         r"""Return the model of a small network that is trained on the data, in the way of ``SingleTaskGP(X, Y)``.
 
-        By default, the hidden layer holds sines and cosines of the inputs, each divided by a length scale:
+        Inputs x are standardised inside of the network. By default, it has one layer of k sines and k cosines:
 
-        .. math:: f(x) = W_1 φ(A z) + W_2 φ(B z) + b, \quad z = x (1 + δ) / ℓ, \quad φ(a) = [\sin a, \cos a] / \sqrt{k}.
+        .. math:: f(x) = W_1 φ(A z) + W_2 φ(B z) + b, \quad z = x (1 + δ) / ℓ, \quad φ(a) = [\sin a, \cos a] / \sqrt k.
 
-        The directions A and B are random and fixed; rows of B see one input each. The evidence chooses ℓ, σ and one λ
-        for each of W₁ and W₂. Then W, b and δ are trained: δ keeps the length scales uncertain. With
-        `hidden_layer_sizes`, the network is fully connected, with one λ.
+        The directions A and B are random and fixed; each row of B sees one input. The evidence chooses a length scale ℓ
+        per input, σ, and one λ for each of W₁ and W₂. W, b and δ are trained; δ keeps the length scales uncertain in
+        the posterior. Cost of training: n²·p + n³/3, up to 5·`max_steps` times, with p = (513 + 32d)·m + d.
 
-        Inputs are standardised inside of the network. Gauss–Newton steps train it: few data leave no other way to a
-        posterior that is narrow where data lie.
-
-        Cost: (n·m)²·p + (n·m)³/3 per step, for up to a few hundred data, and one fit of the posterior. By default,
-        p = (513 + 32d)·m + d, and the evidence costs about 100 evaluations of n²·p + n³/3.
+        With `hidden_layer_sizes`, the network is fully connected, with one λ. Gauss–Newton steps train it. Cost:
+        (n·m)²·p + (n·m)³/3 per step. Both are for up to a few hundred data, and followed by one fit of the posterior.
 
         Args:
             train_X: (n, d).
@@ -112,10 +109,10 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
                 gradients. None: "silu".
             prior_precision: λ of the weights; None: tuned by the evidence.
             noise_std: σ of the transformed outcomes; None: tuned by the evidence.
-            max_steps: at most this many Gauss–Newton steps.
+            max_steps: at most this many Gauss–Newton steps; by default, at most this many of L-BFGS in each search.
             outcome_transform: of the outcomes. None: ``Standardize``.
             input_transform: applied to X before the network.
-            seed: of weights and of the order of the data.
+            seed: of directions or weights, and of the order of the data.
             projector: as of `SubspaceLaplace`. "full" is exact; with few data, it costs no more than a subspace.
             options: further arguments of `SubspaceLaplace`.
 
@@ -132,13 +129,13 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
         targets = transform.train()(train_Y.detach(), X=inputs)[0]
         generator, steps = torch.Generator().manual_seed(seed), checked_count(max_steps, "max_steps")
         network: nn.Module
+        training: Trained | TrainedWithLengthScales
         if hidden_layer_sizes is None:
             if activation is not None:
                 raise ValueError("activation has no effect without hidden_layer_sizes; give both, or neither.")
             inputs, targets = inputs.double(), targets.double()
             network = FourierNetwork(inputs, targets.shape[1], generator)
-            tuned = tuned_by_evidence(network, inputs, targets, prior_precision, noise_std)
-            training = trained_by_gauss_newton(network, inputs, targets, tuned.prior_precision, tuned.noise_std, steps)
+            training = trained_with_length_scales(network, inputs, targets, prior_precision, noise_std, steps)
         else:
             kind = "silu" if activation is None else activation
             if kind not in ACTIVATIONS:

@@ -4,8 +4,7 @@ With residuals r = y − f(θ) and their Jacobian J (N·C rows), a step δ minim
 at θ, :math:`‖r − Jδ‖²/2σ² + ‖θ + δ‖²λ/2 + ‖δ‖²μ/2`. The damping μ falls after steps that lower the true objective, and
 rises otherwise. The N·C × N·C form of the normal equations needs no p × p matrix.
 
-λ and σ maximise the evidence of the linearised network, for which y − f + Jθ ~ N(0, JJᵀ/λ + σ²). If λ is given per
-parameter, as λ_k, steps are those of φ_k = θ_k √λ_k, with the prior N(0, I).
+λ and σ maximise the evidence of the linearised network, for which y − f + Jθ ~ N(0, JJᵀ/λ + σ²).
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from sublaplace.model.layer_priors import PriorPrecision
 from sublaplace.posteriors.evidence import golden_section
 
 _DAMPING_FACTOR = 5.0
@@ -31,55 +29,48 @@ _SWEEPS = 3  # over λ and σ
 class Trained:
     """λ and σ of a training, and the objective after each step."""
 
-    prior_precision: PriorPrecision
+    prior_precision: float
     noise_std: float
     objective: list[float]
 
 
 class _Network:
-    """A network as a function of one vector of parameters, in units of λ_k^(−1/2) where λ is given per parameter."""
+    """A network as a function of one vector of parameters."""
 
-    def __init__(self, network: nn.Module, inputs: Tensor, priors: dict[str, float] | None) -> None:
+    def __init__(self, network: nn.Module, inputs: Tensor) -> None:
         self.network, self.inputs = network, inputs
         self.parameters = dict(network.named_parameters())
-        self._units = {name: 1.0 if priors is None else priors[name] ** -0.5 for name in self.parameters}
 
     @property
     def vector(self) -> Tensor:
-        """θ in its units: (p,)."""
-        return torch.cat([p.detach().flatten() / self._units[name] for name, p in self.parameters.items()])
+        """θ: (p,)."""
+        return torch.cat([p.detach().flatten() for p in self.parameters.values()])
 
     def __call__(self, vector: Tensor) -> Tensor:
         """Return all outputs in one vector: (N·C,)."""
-        outputs: Tensor = functional_call(self.network, self._parts(vector), (self.inputs,))
+        parts = vector.split([p.numel() for p in self.parameters.values()])
+        values = {name: part.view_as(p) for part, (name, p) in zip(parts, self.parameters.items(), strict=True)}
+        outputs: Tensor = functional_call(self.network, values, (self.inputs,))
         return outputs.flatten()
 
     def store(self, vector: Tensor) -> None:
         """Write θ into the network."""
         with torch.no_grad():
-            for name, part in self._parts(vector).items():
-                self.parameters[name].copy_(part)
-
-    def _parts(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the parameters that a vector holds, by name."""
-        parts = vector.split([p.numel() for p in self.parameters.values()])
-        return {
-            name: part.view_as(p) * self._units[name]
-            for part, (name, p) in zip(parts, self.parameters.items(), strict=True)
-        }
+            for part, p in zip(
+                vector.split([p.numel() for p in self.parameters.values()]), self.parameters.values(), strict=True
+            ):
+                p.copy_(part.view_as(p))
 
 
 def trained_by_gauss_newton(
     network: nn.Module,
     inputs: Tensor,
     targets: Tensor,
-    prior_precision: PriorPrecision | None,
+    prior_precision: float | None,
     noise_std: float | None,
     max_steps: int,
 ) -> Trained:
     """Train the network in place to its MAP under N(0, λ⁻¹I) and noise σ, for regression with few data.
-
-    Steps start at the network's parameters.
 
     Cost: (N·C)²·p + (N·C)³/3 per step; memory 2·N·C·p.
 
@@ -87,15 +78,13 @@ def trained_by_gauss_newton(
         network: trained in place, with parameters in float64 for small σ.
         inputs: (N, d).
         targets: (N, C), with unit variance.
-        prior_precision: λ, or one for each parameter by name; None: one λ, tuned by the evidence, several times.
+        prior_precision: λ; None: tuned by the evidence, several times.
         noise_std: σ; None: tuned in the same way.
         max_steps: at most, over all rounds.
     """
-    priors = prior_precision if isinstance(prior_precision, dict) else None
-    given_prior = 1.0 if isinstance(prior_precision, dict) else prior_precision  # in units of the parameters
-    tunes = given_prior is None or noise_std is None
-    prior, noise = given_prior or 1.0, noise_std or 0.1
-    function, y = _Network(network, inputs, priors), targets.flatten()
+    tunes = prior_precision is None or noise_std is None
+    prior, noise = prior_precision or 1.0, noise_std or 0.1
+    function, y = _Network(network, inputs), targets.flatten()
     theta, objective = function.vector, []
     rounds = _ROUNDS if tunes else 1
     for number in range(rounds):
@@ -103,9 +92,9 @@ def trained_by_gauss_newton(
         objective += found
         if tunes and number + 1 < rounds:
             J = jacrev(function)(theta)
-            prior, noise = _tuned(J, y - function(theta) + J @ theta, prior, noise, given_prior, noise_std)
+            prior, noise = _tuned(J, y - function(theta) + J @ theta, prior, noise, prior_precision, noise_std)
     function.store(theta)
-    return Trained(priors or prior, noise, objective)
+    return Trained(prior, noise, objective)
 
 
 def _descended(

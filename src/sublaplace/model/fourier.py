@@ -34,30 +34,32 @@ class FourierNetwork(nn.Module):
 
     def __init__(self, inputs: Tensor, num_outputs: int, generator: torch.Generator) -> None:
         super().__init__()
-        d, like = inputs.shape[1], {"dtype": inputs.dtype, "device": inputs.device}
+        d, dtype, device = inputs.shape[1], inputs.dtype, inputs.device
         self.standardisation = Standardisation(inputs)
         joint = _student_directions(_JOINT_DIRECTIONS, d, generator)
         alone = _student_directions(_SINGLE_DIRECTIONS * d, 1, generator)
         single = alone * torch.eye(d, dtype=alone.dtype, device="cpu").repeat(_SINGLE_DIRECTIONS, 1)
-        self.register_buffer("length_scales", torch.ones(d, **like))
-        self.register_buffer("joint_directions", joint.to(**like))
-        self.register_buffer("single_directions", single.to(**like))
-        self.change = nn.Parameter(torch.zeros(d, **like))
-        self.joint = nn.utils.skip_init(nn.Linear, 2 * len(joint), num_outputs, **like)
-        self.single = nn.utils.skip_init(nn.Linear, 2 * len(single), num_outputs, bias=False, **like)
+        self.register_buffer("length_scales", torch.ones(d, dtype=dtype, device=device))
+        self.register_buffer("joint_directions", joint.to(inputs))
+        self.register_buffer("single_directions", single.to(inputs))
+        self.change = nn.Parameter(torch.zeros(d, dtype=dtype, device=device))
+        self.joint = nn.utils.skip_init(nn.Linear, 2 * len(joint), num_outputs, dtype=dtype, device=device)
+        self.single = nn.utils.skip_init(
+            nn.Linear, 2 * len(single), num_outputs, bias=False, dtype=dtype, device=device
+        )
         for parameter in (self.joint.weight, self.joint.bias, self.single.weight):
             nn.init.zeros_(parameter)
 
-    def features(self, x: Tensor, length_scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return φ(A z) and φ(B z) for other length scales and δ = 0: (…, 2 · number of directions) each."""
+    def features(self, x: Tensor, length_scales: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return φ(A z) and φ(B z) for given length scales and δ: (…, 2 · number of directions) each. None: δ = 0."""
         z = self.standardisation(x) / length_scales
+        z = z if change is None else z + z * change  # the Jacobian has a rule for this product
         return _waves(z, self.joint_directions), _waves(z, self.single_directions)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs: (…, num_outputs)."""
-        z = self.standardisation(x) / self.length_scales
-        z = z + z * self.change  # the Jacobian has a rule for this product
-        outputs: Tensor = self.joint(_waves(z, self.joint_directions)) + self.single(_waves(z, self.single_directions))
+        joint, single = self.features(x, self.length_scales, self.change)
+        outputs: Tensor = self.joint(joint) + self.single(single)
         return outputs
 
 

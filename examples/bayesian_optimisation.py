@@ -5,7 +5,7 @@ BoTorch's `SingleTaskGP` with its defaults. Acquisition functions and their opti
 
     python examples/bayesian_optimisation.py --output docs/images/bayesian_optimisation.png
 
-needs ``pip install 'sublaplace[botorch,plot]'`` and about ten minutes on one core; ``--seeds 1 --steps 5`` a minute.
+needs ``pip install 'sublaplace[botorch,plot]'`` and about twenty minutes on one core; ``--seeds 1 --steps 5`` a minute.
 """
 
 import argparse

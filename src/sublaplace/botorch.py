@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sublaplace.fitting.gauss_newton import trained_by_gauss_newton
+from sublaplace.fitting.gauss_newton import Trained, trained_by_gauss_newton
+from sublaplace.fitting.length_scales import TrainedWithLengthScales, trained_with_length_scales
 from sublaplace.laplace import SubspaceLaplace
+from sublaplace.model.fourier import FourierNetwork
 from sublaplace.model.likelihoods.gaussian import Gaussian
 from sublaplace.model.mlp import ACTIVATIONS, mlp
 from sublaplace.runtime.checks import checked_count
@@ -74,8 +76,8 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
         train_X: Tensor,
         train_Y: Tensor,
         *,
-        hidden_layer_sizes: Sequence[int] = (50, 50),
-        activation: str = "silu",
+        hidden_layer_sizes: Sequence[int] | None = None,
+        activation: str | None = None,
         prior_precision: float | None = None,
         noise_std: float | None = None,
         max_steps: int = 60,
@@ -85,44 +87,61 @@ class SubspaceLaplaceModel(Model, FantasizeMixin):
         seed: int = 0,
         **options: Any,
     ) -> "SubspaceLaplaceModel":
-        """Return the model of a small network that is trained on the data, in the way of ``SingleTaskGP(X, Y)``.
+        r"""Return the model of a small network that is trained on the data, in the way of ``SingleTaskGP(X, Y)``.
 
-        Inputs are standardised inside of the network. Gauss–Newton steps train it: few data leave no other way to a
-        posterior that is narrow where data lie. The evidence of the linearised network chooses λ and σ on the way.
-        Cost: (n·m)²·p + (n·m)³/3 per step, for up to a few hundred data, and one fit of the posterior.
+        Inputs x are standardised inside of the network. By default, it has one layer of k sines and k cosines:
+
+        .. math:: f(x) = W_1 φ(A z) + W_2 φ(B z) + b, \quad z = x (1 + δ) / ℓ, \quad φ(a) = [\sin a, \cos a] / \sqrt k.
+
+        The directions A and B are random and fixed; each row of B sees one input. The evidence chooses a length scale ℓ
+        per input, σ, and one λ for each of W₁ and W₂. W, b and δ are trained; δ keeps the length scales uncertain in
+        the posterior. Cost of training: n²·p + n³/3, up to 5·`max_steps` times, with p = (513 + 32d)·m + d.
+
+        With `hidden_layer_sizes`, the network is fully connected, with one λ. Gauss–Newton steps train it. Cost:
+        (n·m)²·p + (n·m)³/3 per step. Both are for up to a few hundred data, and followed by one fit of the posterior.
 
         Args:
             train_X: (n, d).
             train_Y: (n, m).
-            hidden_layer_sizes: widths of the hidden layers.
-            activation: "tanh", "silu", "gelu" or "relu"; the first three have smooth gradients.
-            prior_precision: λ; None: tuned by the evidence.
+            hidden_layer_sizes: widths of the hidden layers of a fully connected network. None: sines and cosines,
+                in float64.
+            activation: of a fully connected network: "tanh", "silu", "gelu" or "relu"; the first three have smooth
+                gradients. None: "silu".
+            prior_precision: λ of the weights; None: tuned by the evidence.
             noise_std: σ of the transformed outcomes; None: tuned by the evidence.
-            max_steps: at most this many Gauss–Newton steps.
+            max_steps: at most this many Gauss–Newton steps; by default, at most this many of L-BFGS in each search.
             outcome_transform: of the outcomes. None: ``Standardize``.
             input_transform: applied to X before the network.
-            seed: of weights and of the order of the data.
+            seed: of directions or weights, and of the order of the data.
             projector: as of `SubspaceLaplace`. "full" is exact; with few data, it costs no more than a subspace.
             options: further arguments of `SubspaceLaplace`.
 
         Raises:
-            ValueError: if shapes do not fit, or the activation is unknown.
+            ValueError: if shapes do not fit, or the activation is unknown or would have no effect.
         """
         if train_X.ndim != 2 or train_Y.ndim != 2 or len(train_X) != len(train_Y) or not len(train_X):
             raise ValueError(
                 f"train_X must be (n, d) and train_Y (n, m) with the same n, but they are {tuple(train_X.shape)} and "
                 f"{tuple(train_Y.shape)}. Outcomes of one output are (n, 1)."
             )
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
         transform = Standardize(m=train_Y.shape[1]) if outcome_transform is None else outcome_transform
         inputs = train_X.detach() if input_transform is None else input_transform.train()(train_X.detach())
         targets = transform.train()(train_Y.detach(), X=inputs)[0]
-        generator = torch.Generator().manual_seed(seed)
-        kind = ACTIVATIONS[activation]
-        network = mlp(inputs, hidden_layer_sizes, targets.shape[1], kind, generator, scaled=True)
-        steps = checked_count(max_steps, "max_steps")
-        training = trained_by_gauss_newton(network, inputs, targets, prior_precision, noise_std, steps)
+        generator, steps = torch.Generator().manual_seed(seed), checked_count(max_steps, "max_steps")
+        network: nn.Module
+        training: Trained | TrainedWithLengthScales
+        if hidden_layer_sizes is None:
+            if activation is not None:
+                raise ValueError("activation has no effect without hidden_layer_sizes; give both, or neither.")
+            inputs, targets = inputs.double(), targets.double()
+            network = FourierNetwork(inputs, targets.shape[1], generator)
+            training = trained_with_length_scales(network, inputs, targets, prior_precision, noise_std, steps)
+        else:
+            kind = "silu" if activation is None else activation
+            if kind not in ACTIVATIONS:
+                raise ValueError(f"Unknown activation {kind!r}; choose one of {', '.join(ACTIVATIONS)}.")
+            network = mlp(inputs, hidden_layer_sizes, targets.shape[1], ACTIVATIONS[kind], generator, scaled=True)
+            training = trained_by_gauss_newton(network, inputs, targets, prior_precision, noise_std, steps)
         network.eval()
         laplace = SubspaceLaplace(
             network,

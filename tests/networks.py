@@ -1,7 +1,8 @@
 """Small random networks of every kind that the library must handle, each with a batch of inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -233,6 +234,23 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], object]]] = {
     "lstm": (Recurrent, _randn(4, 3)),
     "gru": (lambda: Recurrent(nn.GRU), _randn(4, 3)),
 }
+
+
+BOTH = {"mlp", "paper-cnn", "transformer", "embedding"}
+
+
+def pairs(values: Sequence[object], names: Callable[[object], str] = str) -> list[object]:
+    """Every network with each of two values: by turns, one of the two is slow; those in `BOTH` have two quick ones."""
+    return [
+        pytest.param(
+            network,
+            value,
+            id=f"{network}-{names(value)}",
+            marks=() if network in BOTH or turn % 2 == place else pytest.mark.slow,
+        )
+        for turn, network in enumerate(NETWORKS)
+        for place, value in enumerate(values)
+    ]
 
 
 def make(name: str, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, object]:

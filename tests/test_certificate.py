@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from dense_reference import dense_outputs, full_covariance, pairwise_probabilities
-from networks import NETWORKS, make
+from networks import make, pairs
 from test_complement import KINDS, PRIOR, Problem, close
 from test_laplace import labels, loader
 
@@ -35,8 +35,7 @@ def least_eigenvalue(matrices):
     return float(torch.linalg.eigvalsh(matrices).min())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "kind"), pairs(KINDS))
 def test_the_full_covariance_lies_between_the_bounds(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(dim=8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dense_reference import dense_ggn, dense_jacobian, dense_outputs, full_covariance, softmax_hessians
-from networks import NETWORKS, make
+from networks import NETWORKS, make, pairs
 from test_laplace import labels, loader, sized
 
 from sublaplace import Complement, Gaussian, Subset, SubspaceLaplace
@@ -73,8 +73,7 @@ def close(found, expected, tolerance=1e-8):
     return (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "kind"), pairs(KINDS))
 def test_the_covariance_is_that_of_the_formula(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(complement=KFAC)

@@ -5,7 +5,7 @@ from math import pi
 import pytest
 import torch
 from dense_reference import dense_jacobian
-from networks import NETWORKS
+from networks import pairs
 from scipy.linalg import eigh
 from test_complement import KFAC, KINDS, NOISE, Problem, close, dense_outside
 from test_laplace import loader
@@ -42,8 +42,7 @@ class Corrected(Problem):
         return divergences[order], vectors[:, order]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "kind"), pairs(KINDS))
 def test_the_subspace_is_that_of_the_directions_with_the_largest_divergences(name, kind):
     problem = Corrected(name, kind)
     divergences, vectors = problem.mistakes()
@@ -54,8 +53,7 @@ def test_the_subspace_is_that_of_the_directions_with_the_largest_divergences(nam
     assert close(Q @ Q.T, expected @ expected.T, 1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "kind"), pairs(KINDS))
 def test_the_posterior_is_exact_along_these_directions(name, kind):
     problem = Corrected(name, kind)
     _, vectors = problem.mistakes()

@@ -12,7 +12,7 @@ from dense_reference import (
     softmax_hessians,
     subspace_covariance,
 )
-from networks import NETWORKS, make
+from networks import NETWORKS, make, pairs
 from torch import nn
 
 from sublaplace import PROJECTORS, Categorical, Gaussian, Resources, SubspaceLaplace
@@ -47,8 +47,7 @@ def precision_matrix(model, inputs, prior=PRIOR):
     return ggn + prior * torch.eye(len(ggn), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "dtype"), pairs([torch.float64, torch.float32]))
 def test_covariance_in_the_subspace_equals_brute_force(name, dtype):
     model, inputs = make(name, 8, dtype)
     _, new = make(name, 4, dtype, seed=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_reference import dense_jacobian
-from networks import NETWORKS, InfiniteSlope, make
+from networks import NETWORKS, InfiniteSlope, make, pairs
 from test_curvature import PRIOR, stream
 from test_laplace import labels, loader
 from torch import nn
@@ -44,8 +44,7 @@ def overlap(vectors, others):
 # The covariance of many outputs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "dtype"), pairs([torch.float64, torch.float32]))
 def test_joint_covariance_from_factors_equals_that_from_rows(name, dtype, monkeypatch):
     source, kfac, jacobians = problem(name, dtype=dtype)
     expected = gram(kfac.whitened(jacobians))
@@ -151,8 +150,7 @@ def test_directions_of_a_zero_jacobian_are_refused(monkeypatch):
 # Solutions without the precision matrix -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.4)], ids=lambda value: value.name)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "likelihood"), pairs([Categorical(), Gaussian(0.4)], lambda value: value.name))
 def test_matrix_free_covariance_equals_the_dense_one(name, likelihood):
     model, inputs = make(name, 6)
     source = stream(model, inputs, likelihood)

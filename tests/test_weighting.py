@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_reference import dense_jacobian, dense_outputs, pairwise_probabilities
-from networks import NETWORKS, make
+from networks import make, pairs
 from test_complement import KINDS, PRIOR, SMALL, Problem, close, dense_complemented, dense_outside
 
 from sublaplace import Bernoulli, Complement, Gaussian, Jacobians, SubspaceLaplace, low_rank, metrics
@@ -22,8 +22,7 @@ def weighted_outside(problem, complement, weight, prior=PRIOR):
     return torch.linalg.inv(weight * curvature + prior * identity)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "kind"), pairs(KINDS))
 def test_the_covariance_is_that_of_the_formula_with_the_weighted_curvature(name, kind):
     problem = Problem(name, kind)
     la = problem.fit(complement=Complement("kfac", weight=3.0))

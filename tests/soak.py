@@ -322,7 +322,7 @@ def main() -> int:
     # Everything is put aside at once, so that short fits are killed between writes as well as within them.
     sublaplace.runtime.checkpoint.SECONDS_BETWEEN_WRITES = 0.0
     sublaplace.runtime.checkpoint._WRITING_SHARE = float("inf")
-    sublaplace.curvature.stream._BUFFER = 16
+    sublaplace.curvature.stream.LARGEST_PORTION = 16
     earlier = json.loads(options.results.read_text()) if options.results.exists() else {}
     deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:

@@ -89,7 +89,7 @@ def eager_writes(monkeypatch):
     """Everything is put aside at once, so that short fits are cut off between writes."""
     monkeypatch.setattr(sublaplace.runtime.checkpoint, "SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(sublaplace.runtime.checkpoint, "_WRITING_SHARE", float("inf"))
-    monkeypatch.setattr(sublaplace.curvature.stream, "_BUFFER", 2 * BATCH)
+    monkeypatch.setattr(sublaplace.curvature.stream, "LARGEST_PORTION", 2 * BATCH)
 
 
 @pytest.mark.parametrize("name", FITS)

@@ -59,7 +59,8 @@ class _BinnedPart:
                 into[place] += rows[:, :, start:stop].square().sum(2)
             return
         sums = (rows.square() @ self._members.to(rows)).movedim(2, 0)
-        into[[place for place, _, _ in self.starts]] += sums
+        for (place, _, _), own in zip(self.starts, sums, strict=True):
+            into[place] += own
 
 
 @dataclass(frozen=True)

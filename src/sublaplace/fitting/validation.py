@@ -62,7 +62,7 @@ class ValidationData:
     outputs: Tensor  # (n, C)
     targets: Tensor
     counts: Tensor  # (n,): how much each input counts
-    covariances: Tensor  # V: (L, n, C), or (L, n, C, C)
+    covariances: Tensor  # ln V of variances, (L, n, C), or V of matrices, (L, n, C, C)
 
     @property
     def total(self) -> float:
@@ -84,7 +84,7 @@ class ValidationData:
         around = self.covariances[near]
         factors = factors.to(around.device)
         if around.ndim == 3:
-            return torch.tensordot(factors, around.clamp_min(torch.finfo(torch.float64).tiny).log(), 1).exp()
+            return torch.tensordot(factors, around, 1).exp()
         roots = (self.taus[near].sqrt() / exp(log_tau / 2)).to(around.device)  # √τ over that of the result
         return torch.tensordot(factors * roots, around, 1)
 
@@ -243,9 +243,10 @@ def validation_data(
     if not parts or not any(float(part[2].sum()) for part in parts):
         raise ValueError("The validation loader is empty, or nothing in it counts.")
     outputs, targets, counts = (torch.cat([part[k] for part in parts]) for k in range(3))
-    return ValidationData(
-        likelihood, unit, taus, outputs, targets, counts, torch.cat([part[3] for part in parts], dim=1)
-    )
+    covariances = torch.cat([part[3] for part in parts], dim=1)
+    if not whole:  # what every interpolation needs, and so once
+        covariances.clamp_min_(torch.finfo(torch.float64).tiny).log_()
+    return ValidationData(likelihood, unit, taus, outputs, targets, counts, covariances)
 
 
 def _few_at_once(

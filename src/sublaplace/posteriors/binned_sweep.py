@@ -25,6 +25,7 @@ On tiny networks, where few eigenvalues carry a variance, single ones are off by
 
 _NUMBERS_AT_ONCE = 2**23  # of what differs between the points of a sweep
 _DECADES = 12  # below the largest eigenvalue; smaller ones share the last bin
+_SIZE_TOGETHER = 2**13  # entries of small parameters that share their products
 _NEGLIGIBLE = 0.03  # share of τ below which eigenvalues of wK share the last bin
 
 
@@ -53,6 +54,7 @@ class ComplementSweep:
     parts: dict[str, BinnedPart]
     grams: Tensor  # ZᵀZ by bin: (B, s, s)
     heads: dict[str, HeadPart] = field(default_factory=dict)  # the parts of the last layer seen so far
+    joined: dict[tuple[str, ...], tuple[BinnedPart, ...]] = field(default_factory=dict)  # of parameters seen so far
 
     @classmethod
     def of_complement(cls, posterior: ComplementedPosterior, points: Tensor, along_prior: bool) -> "ComplementSweep":
@@ -203,6 +205,20 @@ class ComplementSweep:
             self.heads[name] = HeadPart.of(self.parts[name], block, len(self.eigenvalues))
         return self.heads[name]
 
+    def _joined(self, names: tuple[str, ...]) -> tuple[BinnedPart, ...]:
+        """Return the parts of some parameters, small ones together; they are joined once."""
+        if names not in self.joined:
+            groups: list[list[BinnedPart]] = []
+            size = _SIZE_TOGETHER
+            for part in (self.parts[name] for name in names):
+                if size + len(part.order) > _SIZE_TOGETHER:
+                    groups.append([])
+                    size = 0
+                groups[-1].append(part)
+                size += len(part.order)
+            self.joined[names] = tuple(BinnedPart.joined(group) for group in groups)
+        return self.joined[names]
+
     def _sums(self, jacobian: Jacobian, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return by bin Σ j_k² (B, n, K), or Σ j_k j′_k (B, n, K, K), and Σ j_k Z_k (B, n, K, s), and J Q T (n, K, s).
 
@@ -214,15 +230,16 @@ class ComplementSweep:
         products = torch.zeros(B, n, K, s, dtype=dtype, device=device)  # no more digits than its terms
         kept = all(part.inside is not None for part in self.parts.values())
         inside = torch.zeros(n, K, s, dtype=torch.float64, device=device) if kept else self._inside_rows(jacobian)
+        in_rows = []
         for name, block in jacobian.blocks.items():
-            binned = self.parts[name]
-            if isinstance(block, HeadBlock) and block.inputs.shape[1] > K:
-                self._head(name, block).add_sums(block.inputs, squares, products)
-                if kept and self.projection is not None:
-                    inside += block.matmul(self.projection.part(name)).double() @ self.turn
+            if not isinstance(block, HeadBlock) or block.inputs.shape[1] <= K:
+                in_rows.append(name)
                 continue
-            rows = binned.part.rotated_rows(block).flatten(0, 1)
-            rows = rows.index_select(1, binned.order).view(n, K, -1)  # ten times as fast as with three dimensions
+            self._head(name, block).add_sums(block.inputs, squares, products)
+            if kept and self.projection is not None:
+                inside += block.matmul(self.projection.part(name)).double() @ self.turn
+        for binned in self._joined(tuple(in_rows)):
+            rows = binned.rows(jacobian.blocks)
             if binned.inside is not None:
                 inside += rows @ binned.inside.T
             if not whole:
@@ -257,7 +274,7 @@ def _binned(
     parts = {}
     for name, part in outside.parts.items():
         order = torch.argsort(places[name], stable=True)
-        parts[name] = BinnedPart(part, order, _runs(renumbered[places[name][order]]), None)
+        parts[name] = BinnedPart({name: part}, renumbered[places[name][order]], order, None)
     return (totals[used, 0] / totals[used, 1]).to(device), parts
 
 
@@ -277,14 +294,6 @@ def _bins(eigenvalues: Tensor, largest: float, count: int) -> Tensor:
     scale = torch.tensor(max(largest, torch.finfo(torch.float64).tiny), dtype=torch.float64, device="cpu")
     decades = (eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) / scale).log10()
     return (decades * BINS_PER_DECADE + count - 1).floor().clamp(0, count - 1).long()
-
-
-def _runs(places: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """Return (bin, start, stop) of every run of equal bins in their order."""
-    found, counts = torch.unique_consecutive(places, return_counts=True)
-    stops = counts.cumsum(0)
-    ends = zip(found.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True)
-    return tuple(ends)
 
 
 def _sums_by_bin(eigenvalues: Tensor, places: Tensor, count: int) -> Tensor:

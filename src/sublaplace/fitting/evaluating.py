@@ -22,7 +22,7 @@ def evaluated(
 
     given_noise: σ, where the user gave it; otherwise the plain network has that of its training residuals.
     """
-    posterior, linearization, likelihood = fitted.posterior, fitted.linearization, fitted.survey.likelihood
+    posterior, linearization, likelihood = fitted.predictive, fitted.linearization, fitted.survey.likelihood
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     single = likelihood.of_one_position
     plain = _plain(single, fitted, given_noise)

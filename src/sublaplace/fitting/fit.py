@@ -49,6 +49,7 @@ from sublaplace.model.parameters import in_working_precision
 from sublaplace.options import Captured, Options
 from sublaplace.posteriors.certificate import Certificate
 from sublaplace.posteriors.complement import ComplementedPosterior, keeps_basis
+from sublaplace.posteriors.drawn import DRAWS, DRAWS_MUST_SAVE
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.posteriors.sweep import variances_at
@@ -210,9 +211,10 @@ class _Run:
             context = replace(context, prior_precision=prior)
         posterior, certificate = self._posterior(context, held_back)
         posterior = self._weighted(posterior, context, held_back, look, chosen)
+        drawn_with = self._drawn_with(posterior, context)
         if options.leaves_one_out:
             with self._stage("leave-one-out"):
-                left_out = self._left_out_prior(posterior, look)
+                left_out = self._left_out_prior(posterior, look, drawn_with)
             if left_out is None:
                 how += "; leave-one-out of so many outputs does not fit into the memory budget"
             else:
@@ -225,23 +227,39 @@ class _Run:
         with self._stage("KFAC's traces"):
             ratios = self._kfac_trace_ratios(context)
         units = self.linearization.units
-        directions = self._described_directions(context)
+        directions = self._described_directions(context, drawn_with is not None)
         return Fitted(
             *(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units),
             directions,
             how,
             self._dim_note(posterior),
+            drawn_with,
         )
 
+    def _drawn_with(self, posterior: Posterior, context: ProjectorContext) -> int | None:
+        """Return the seed of the draws that stand for a complement in predictions; None where it is exact.
+
+        Counted costs decide. Likelihoods that need whole covariances get exact ones.
+        """
+        options, inputs = self.options, context.subspace_jacobians.inputs
+        sampled = options.resources.samples(context.num_outputs) is not None and options.likelihood.needs_variances_only
+        if not sampled or inputs is None or not isinstance(posterior, ComplementedPosterior):
+            return None
+        first, s = parts_of(inputs)[0], posterior.dim
+        saves = self.linearization.saves_by_forward_mode(first, s + DRAWS, 2 * s, DRAWS_MUST_SAVE)
+        return options.seed if saves else None
+
     @staticmethod
-    def _described_directions(context: ProjectorContext) -> str:
-        """Return which output directions were sampled, for people."""
+    def _described_directions(context: ProjectorContext, draws: bool) -> str:
+        """Return which output directions were sampled, and whether the complement is drawn, for people."""
         samples, sketched = context.stream.used_samples, context.subspace_jacobians.directions
         said = []
         if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
             said.append(f"{samples} sampled per input for the curvature of all parameters")
         if sketched is not None:
             said.append(f"P from {sketched.shape[1]} random combinations of the outputs per input, refined with all")
+        if draws:
+            said.append(f"predictions by {DRAWS} draws of what stands outside")
         return "; ".join(said)
 
     # The data ---------------------------------------------------------------------------------------------------------
@@ -486,7 +504,7 @@ class _Run:
             weight = fitted_weight(weighted, context.stream, look.survey.num_counting, inputs, subsample)
             return weighted.reweighted(weight)
 
-    def _left_out_prior(self, posterior: Posterior, look: _Look) -> float | None:
+    def _left_out_prior(self, posterior: Posterior, look: _Look, drawn_with: int | None) -> float | None:
         """Return λ by leave-one-out, of the subspace alone or with what stands outside; None if it does not fit."""
         subspace, drawn = posterior.subspace, look.drawn
         assert subspace is not None and drawn is not None
@@ -501,7 +519,7 @@ class _Run:
         data = LinearisedData.of(survey.likelihood, self.linearization, projection, few, survey.num_counting)
         variances = None
         if posterior.outside is not None:
-            variances = variances_at(posterior, Jacobians(self.linearization, inputs_of(few)), LOG_PRIORS)
+            variances = variances_at(posterior, Jacobians(self.linearization, inputs_of(few)), LOG_PRIORS, drawn_with)
         return prior_by_leave_one_out(data, variances, at_end=not self.validated)
 
     def _kfac_trace_ratios(self, context: ProjectorContext, count: int = 16) -> dict[str, float]:

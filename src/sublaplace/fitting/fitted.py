@@ -1,11 +1,14 @@
 """What a fit gives."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from sublaplace.fitting.survey import Survey
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import Noise
 from sublaplace.posteriors.certificate import Certificate
+from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.drawn import DrawnPosterior
 from sublaplace.posteriors.protocol import Posterior
 
 GIVEN = "given"
@@ -37,6 +40,14 @@ class Fitted:
     directions: str = ""  # which output directions the curvature and X′ used, for people; empty: all
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
     dim_note: str = ""  # why s is smaller than the dimension asked for, for people
+    drawn_with: int | None = None  # seed of the draws that stand for the complement in predictions; None: it is exact
+
+    @cached_property
+    def predictive(self) -> Posterior | DrawnPosterior:
+        """What predicts: the posterior itself, or its complement by draws. Those are made once."""
+        if self.drawn_with is None or not isinstance(self.posterior, ComplementedPosterior):
+            return self.posterior
+        return DrawnPosterior.of(self.posterior, self.drawn_with)
 
     @property
     def has_curvature_per_output(self) -> bool:

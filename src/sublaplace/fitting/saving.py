@@ -53,6 +53,7 @@ def stored(fitted: Fitted, options: Options, model: nn.Module) -> tuple[dict[str
         "prior_structure": options.prior_structure,
         "chosen_by": fitted.chosen_by,
         "dim_note": fitted.dim_note,
+        "drawn_with": fitted.drawn_with,
         "units": fitted.units,
     }
     if fitted.certificate is not None:
@@ -89,6 +90,7 @@ def fitted_from(
     if found["certificate"] is not None:
         certificate = Certificate.restored(tensors, found["certificate"], layout, linearization.dtype)
     about = {key: found[key] for key in ("units", "chosen_by", "dim_note")}
+    about["drawn_with"] = found.get("drawn_with")  # files of earlier versions have none
     return Fitted(linearization, posterior, Survey.from_numbers(found["survey"]), certificate, **about)
 
 

@@ -97,7 +97,7 @@ class StageMemory:
         joined = LARGEST_PORTION if fitted.survey.likelihood.drops_directions else 0
         portion = min(real.num_data, max(batch_size, joined))
         by_row = min(portion, engine.chunk_size(inputs, samples, True, wanted=wanted))
-        at_once = engine.chunk_size(inputs, C, wanted=fitted.posterior.wanted)
+        at_once = engine.chunk_size(inputs, C, wanted=fitted.predictive.wanted)
         return cls(
             forward=forward * batch_size,
             data=_BESIDE + per_input * min(real.num_data, drawn) + p * (2 * item + 8),

@@ -7,7 +7,7 @@ known at every λ and σ, and its maximum is found without another pass.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import exp, log, log10, prod
+from math import exp, log, log10
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sublaplace.fitting.fitted import Fitted
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.wanted import Wanted
+from sublaplace.model.interpolation import log_interpolation
 from sublaplace.model.likelihoods.at_positions import at_positions
 from sublaplace.model.likelihoods.base import Likelihood, target_weights
 from sublaplace.posteriors.evidence import golden_section
@@ -33,7 +34,6 @@ DECADES = 5
 """How far from its value before tuning τ is searched, in both directions."""
 
 _PER_DECADE = 2  # points of the grid, between which V is interpolated
-_NEIGHBOURS = 6  # points of the grid that an interpolation uses
 POINTS = 2 * DECADES * _PER_DECADE + 1
 """Of the grid, which has λ as it was in its middle."""
 
@@ -80,7 +80,7 @@ class ValidationData:
         The interpolation is a polynomial in ln τ, of ln V for variances and of √τ V for matrices. It is right to 0.4
         percent; matrices in the outermost decades are right to four percent.
         """
-        near, factors = _interpolation(self.taus, log_tau)
+        near, factors = log_interpolation(self.taus, log_tau)
         around = self.covariances[near]
         factors = factors.to(around.device)
         if around.ndim == 3:
@@ -152,7 +152,7 @@ class PooledValidation:
         return -gain(log_c), exp(log_c)
 
     def _at(self, sums: Tensor, log_tau: float) -> float:
-        near, factors = _interpolation(self.taus, log_tau)
+        near, factors = log_interpolation(self.taus, log_tau)
         return float(sums[near] @ factors.to(sums.device))
 
 
@@ -160,16 +160,6 @@ def _pulled(log_c: float, away: float) -> float:
     """Return the penalty, in nats, for a factor c of σ and a τ that is `away` decades from its value before."""
     decades = log_c / log(10)
     return NOISE_PULL * (decades**2 + (away - 2 * decades) ** 2)
-
-
-def _interpolation(taus: Tensor, log_tau: float) -> tuple[slice, Tensor]:
-    """Return the points of the grid next to τ, and their factors in Lagrange's interpolation in ln τ."""
-    logs = taus.log()
-    place = min(max(float((log_tau - logs[0]) / (logs[1] - logs[0])), 0.0), len(logs) - 1.0)
-    first = min(max(int(place) - _NEIGHBOURS // 2 + 1, 0), len(logs) - _NEIGHBOURS)
-    points, u = range(_NEIGHBOURS), place - first
-    factors = [prod((u - j) / (k - j) for j in points if j != k) for k in points]
-    return slice(first, first + _NEIGHBOURS), torch.tensor(factors, dtype=torch.float64, device="cpu")
 
 
 def _grid(fitted: Fitted) -> Tensor:
@@ -188,7 +178,7 @@ def pooled_validation(
     likelihood = fitted.survey.likelihood
     single, unit, taus = likelihood.of_one_position, likelihood.single_scale, _grid(fitted)
     with stopwatch.counting(FACTORISATIONS):
-        sweep = prior_sweep(fitted.posterior, taus)
+        sweep = prior_sweep(fitted.posterior, taus, fitted.drawn_with)
     total, used = 0.0, 0
     sums = torch.zeros(2, len(taus), dtype=torch.float64, device="cpu")
     for jacobian, targets, counts in _swept(fitted, loader, sweep, len(taus), False, progress):
@@ -234,7 +224,7 @@ def validation_data(
     unit, taus = likelihood.single_scale, _grid(fitted)
     whole = fitted.survey.num_outputs > 1 and not likelihood.needs_variances_only
     with stopwatch.counting(FACTORISATIONS):
-        sweep = prior_sweep(fitted.posterior, taus)
+        sweep = prior_sweep(fitted.posterior, taus, fitted.drawn_with)
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for jacobian, found, counts in _swept(fitted, loader, sweep, 0, whole, progress):
         covariances = sweep(jacobian, whole)
@@ -308,9 +298,11 @@ def chosen_from(data: ValidationData | PooledValidation, noise: bool) -> Chosen 
         pull = NOISE_PULL if data.likelihood.has_noise else CLASS_PULL
         return data.loss(log_tau) + pull * away(log_tau) ** 2 / total
 
-    losses = [loss(log_tau) for log_tau in logs]
-    best = losses.index(min(losses))
-    if best in (0, len(losses) - 1):
+    losses = {k: loss(logs[k]) for k in range(0, len(logs), 2)}
+    coarse = min(losses, key=losses.__getitem__)
+    losses |= {k: loss(logs[k]) for k in (coarse - 1, coarse + 1) if 0 <= k < len(logs)}
+    best = min(losses, key=losses.__getitem__)
+    if best in (0, len(logs) - 1):
         what = "more uncertainty than this posterior has" if best == 0 else "next to no uncertainty"
         warn(f"The best λ for the validation data lies at an end of its search: they ask for {what}.")
     left, right = logs[max(best - 1, 0)], logs[min(best + 1, len(logs) - 1)]

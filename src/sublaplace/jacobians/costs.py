@@ -28,6 +28,20 @@ def cost_by_rows(sizes: Sizes, num_parameters: int, rows: int, wanted: Wanted) -
     return rows * sizes.backward + (2 if wanted.transposed else 1) * products
 
 
+def cost_of_formed_rows(sizes: Sizes, num_parameters: int, rows: int, vectors: int) -> int:
+    """Return the multiplications per input of K rows of p numbers, their products with vectors and with each other.
+
+    That is K·(B + F + p·r) and K²·p/2.
+
+    Args:
+        sizes: the size of the network.
+        num_parameters: p, of the parameters whose rows are formed.
+        rows: K.
+        vectors: r.
+    """
+    return rows * (sizes.backward + sizes.forward + num_parameters * vectors) + rows**2 * num_parameters // 2
+
+
 def cost_forward(sizes: Sizes, wanted: Wanted) -> int:
     """Return the multiplications per input of s Jacobian–vector products: 2·F each, and the activations.
 

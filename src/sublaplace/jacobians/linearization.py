@@ -16,7 +16,7 @@ from sublaplace.data.batches import Ragged, form, num_inputs, parts_of, select
 from sublaplace.data.padding import present_positions
 from sublaplace.jacobians.capture import Capture
 from sublaplace.jacobians.chunks import ChunkPolicy
-from sublaplace.jacobians.costs import cost_by_features, cost_by_rows, cost_forward
+from sublaplace.jacobians.costs import cost_by_features, cost_by_rows, cost_forward, cost_of_formed_rows
 from sublaplace.jacobians.forward import ChosenOutputs, Directions, LazyBlocks, forward_mode_works, forward_products
 from sublaplace.jacobians.jacobian import Jacobian
 from sublaplace.jacobians.network import Forward, Network
@@ -353,6 +353,25 @@ class Linearization:
         body, before = plan.sizes(wanted, without_last=True), self._num_parameters(wanted) - last
         return cost_by_features(body, before, plan.num_features, plan.num_outputs, wanted)
 
+    def saves_by_forward_mode(self, inputs: Any, vectors: int, rows_times: int, factor: float) -> bool:
+        """Return whether forward mode takes less than rows that are formed, multiplied, and squared.
+
+        The rows are those of the outputs, or of fewer features before the last layer.
+
+        Args:
+            inputs: some inputs.
+            vectors: how many Jacobian–vector products there are.
+            rows_times: how many vectors the rows are multiplied by.
+            factor: how many times less forward mode must take.
+        """
+        plan, rows, size = self._plan(inputs), self.num_outputs(inputs), self.layout.num_parameters
+        sizes = plan.sizes()
+        if self.uses_features(inputs, Wanted(features=True)) and plan.num_features is not None:
+            rows, size = plan.num_features, size - sum(self.layout.sizes[name] for name in plan.last_linear)
+        by_rows = cost_of_formed_rows(sizes, size, rows, rows_times)
+        wanted = Wanted(vectors)
+        return factor * cost_forward(sizes, wanted) < by_rows and self.forward_mode_works(inputs)
+
     def _num_parameters(self, wanted: Wanted) -> int:
         return sum(size for name, size in self.layout.sizes.items() if wanted.includes((name,)))
 
@@ -397,16 +416,18 @@ class Linearization:
     # Forward mode -----------------------------------------------------------------------------------------------------
 
     def prefers_forward(self, inputs: Any, rows: int, wanted: Wanted) -> bool:
-        """Return whether forward mode is possible and costs less than `rows` backward passes per input (see `costs`).
-
-        The first answer for a network that prefers forward mode compares both ways on three of the inputs.
-        """
+        """Return whether forward mode works and costs less than `rows` backward passes per input (see `costs`)."""
         plan = self._plan(inputs)
         if self.keeps_graph or wanted.products is None or plan.forward_mode is False:
             return False
         sizes = plan.sizes(wanted)
         if cost_forward(sizes, wanted) >= cost_by_rows(sizes, self._num_parameters(wanted), rows, wanted):
             return False
+        return self.forward_mode_works(inputs)
+
+    def forward_mode_works(self, inputs: Any) -> bool:
+        """Return whether forward mode is right for this network. The first answer compares it on three inputs."""
+        plan = self._plan(inputs)
         if plan.forward_mode is None:
             with self.borrowed():
                 few = select(inputs, torch.arange(3, device="cpu") % num_inputs(inputs))

@@ -1,6 +1,6 @@
 """The eigenvectors of KFAC's parameters, with their eigenvalues in bins, and those of a last layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -50,7 +50,7 @@ class BinnedPart:
         stops = counts.cumsum(0)
         return tuple(zip(found.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True))
 
-    def rows(self, blocks: dict[str, Block]) -> Tensor:
+    def rows(self, blocks: Mapping[str, Block]) -> Tensor:
         """Return the rows of a Jacobian in the order of the bins: (n, K, size)."""
         rows = [part.rotated_rows(blocks[name]) for name, part in self.parts.items()]
         whole = rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)

@@ -40,6 +40,11 @@ class SubspacePosterior:
         return len(self.gram)
 
     @property
+    def rank(self) -> int:
+        """That of covariances: s."""
+        return self.dim
+
+    @property
     def subspace(self) -> "SubspacePosterior":
         """Itself."""
         return self

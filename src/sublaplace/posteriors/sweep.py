@@ -15,9 +15,11 @@ from sublaplace.curvature.exact_precision import DensePrecision, DualPrecision
 from sublaplace.curvature.precision import BlockPrecision
 from sublaplace.jacobians.jacobian import Jacobian, Jacobians
 from sublaplace.jacobians.wanted import ROWS, Wanted
-from sublaplace.model.linalg import diagonalised, filled_up, symmetric_product
+from sublaplace.model.interpolation import log_interpolation
+from sublaplace.model.linalg import Vectors, diagonalised, filled_up, symmetric_product
 from sublaplace.posteriors.binned_sweep import ComplementSweep
 from sublaplace.posteriors.complement import ComplementedPosterior
+from sublaplace.posteriors.drawn import DRAWS_OF_A_POINT, draws_along_prior
 from sublaplace.posteriors.protocol import Posterior
 from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.projection import Projection
@@ -37,8 +39,13 @@ class Sweep(Protocol):
         """Return V at the L points: variances (L, n, K), or matrices (L, n, K, K); float64."""
 
 
-def prior_sweep(posterior: Posterior, taus: Tensor) -> Sweep:
-    """Return the sweep of a posterior along τ. Memory: for a complement that of P; for the full posterior p²."""
+def prior_sweep(posterior: Posterior, taus: Tensor, drawn_with: int | None = None) -> Sweep:
+    """Return the sweep of a posterior along τ. Memory: for a complement that of P; for the full posterior p².
+
+    drawn_with: the seed of draws, if what stands outside of a subspace is known by draws (see `drawn.py`).
+    """
+    if drawn_with is not None and isinstance(posterior, ComplementedPosterior):
+        return DrawnSweep.of(posterior, taus, drawn_with)
     return _SWEEPS[type(posterior)](posterior, taus)
 
 
@@ -49,13 +56,15 @@ def weight_sweep(posterior: ComplementedPosterior | BlockPrecision, weights: Ten
     return ComplementSweep.of_blocks(posterior, weights, along_prior=False)
 
 
-def variances_at(posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float]) -> Tensor:
+def variances_at(
+    posterior: Posterior, inputs: Jacobians, log_priors: Sequence[float], drawn_with: int | None = None
+) -> Tensor:
     """Return the posterior's variances at every log₁₀ λ, for a likelihood of scale 1: (λ, n, C), in float64.
 
     Outputs that some inputs lack, such as positions of shorter sequences, get zeros. Cost: one prediction of the
     inputs, and little more.
     """
-    sweep = prior_sweep(posterior, 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu"))
+    sweep = prior_sweep(posterior, 10.0 ** torch.tensor(log_priors, dtype=torch.float64, device="cpu"), drawn_with)
     wanted = replace(inputs, wanted=sweep.wanted(whole=False))
     return filled_up([sweep(jacobian, whole=False).movedim(0, 2) for jacobian in wanted]).movedim(2, 0)
 
@@ -93,6 +102,45 @@ class SubspaceSweep:
     def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
         rows = self.projection.apply(jacobian).double() @ self.turn
         return _weighted_products(rows, 1 / (self.values + self.points[:, None]), whole)
+
+
+@dataclass(frozen=True)
+class DrawnSweep:
+    """V(τ) of a posterior with a complement that is known by draws, for variances alone.
+
+    The same draws are made at every second point of the grid. Between those, ln V of the complement is interpolated.
+    Cost: s + m·L/2 Jacobian–vector products per input, and s³ and p·s per point once.
+    """
+
+    inside: SubspaceSweep
+    draws: Vectors  # Sᵀ at the nodes, one after another: (nodes·m, size) per parameter
+    between: Tensor  # the factors of the nodes at every point: (L, nodes)
+
+    @classmethod
+    def of(cls, posterior: ComplementedPosterior, points: Tensor, seed: int) -> "DrawnSweep":
+        """Prepare the sweep of a posterior along a grid of equal ratios with an odd number of points."""
+        nodes = points[::2]
+        between = torch.zeros(len(points), len(nodes), dtype=torch.float64, device="cpu")
+        for row, log_tau in zip(between, points.log().tolist(), strict=True):
+            near, factors = log_interpolation(nodes, log_tau)
+            row[near] = factors
+        inside = SubspaceSweep.of(posterior.inside, points)
+        draws = draws_along_prior(posterior, nodes.tolist(), DRAWS_OF_A_POINT, seed)
+        return cls(inside, draws, between.to(inside.values))
+
+    @property
+    def numbers_per_row(self) -> int:
+        return self.inside.numbers_per_row + self.between.shape[1] * DRAWS_OF_A_POINT
+
+    def wanted(self, whole: bool) -> Wanted:
+        return Wanted(self.numbers_per_row)
+
+    def __call__(self, jacobian: Jacobian, whole: bool) -> Tensor:
+        if whole:
+            raise TypeError("Draws give variances, not whole covariances.")
+        rows = jacobian.matmul(self.draws).unflatten(2, (-1, DRAWS_OF_A_POINT))
+        at_nodes = rows.double().square().sum(3).clamp_min(torch.finfo(torch.float64).tiny).log_()
+        return (at_nodes @ self.between.T).exp_().movedim(2, 0) + self.inside(jacobian, whole=False)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.likelihoods.links import WITH_MATRICES, Covariance
 from sublaplace.model.output_layout import OutputLayout
 from sublaplace.model.prediction import Prediction
+from sublaplace.posteriors.drawn import DrawnPosterior
+from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.predicting.arrangement import jointly_arranged, require_one_layout
 from sublaplace.predicting.chosen_outputs import checked_outputs, chosen_rows
 from sublaplace.runtime.memory import require
@@ -35,14 +37,22 @@ class Predictor:
     seed: int  # of Monte Carlo draws
     claimed: Callable[[], AbstractContextManager[None]]  # keeps other threads off the model
 
+    @property
+    def _factored(self) -> SubspacePosterior | DrawnPosterior:
+        """What predicts, which must have a factor of its covariances."""
+        predictive = self.fitted.predictive
+        assert isinstance(predictive, SubspacePosterior | DrawnPosterior)
+        return predictive
+
     def prediction(self, x: Any, link: str, samples: int = 1000, progress: bool = False) -> Prediction:
         """Return the prediction; see `SubspaceLaplace.predict`."""
         fitted = self.fitted
-        likelihood, subspace = fitted.survey.likelihood, fitted.posterior.subspace
+        likelihood, predictive = fitted.survey.likelihood, fitted.predictive
         has_positions = fitted.survey.layout is not None
         C = fitted.survey.num_outputs
         # With positions, the covariance within each of them comes from the factor of all outputs.
-        low_rank = subspace is not None and subspace is fitted.posterior and (subspace.dim < C or has_positions)
+        has_factor = isinstance(predictive, SubspacePosterior | DrawnPosterior)
+        low_rank = has_factor and (self._factored.rank < C or has_positions)
         sampled = link in WITH_MATRICES and likelihood.has_probabilities
         whole = "blocks" if has_positions else "matrix"
         form = "factor" if low_rank and sampled else whole if sampled or C == 1 else "variance"
@@ -87,7 +97,9 @@ class Predictor:
             outputs: which outputs, see `SubspaceLaplace.functional_variance`; None: all.
         """
         fitted, survey = self.fitted, self.fitted.survey
-        posterior, likelihood = fitted.posterior, survey.likelihood
+        likelihood = survey.likelihood
+        # Rows of a few outputs cost little, so that nothing of them needs to be drawn.
+        posterior = fitted.predictive if outputs is None else fitted.posterior
         chosen = None if outputs is None else checked_outputs(outputs, survey.num_outputs, survey.layout)
         self._require_room(x, form, chosen)
         found: list[tuple[Tensor, Tensor]] = []
@@ -96,8 +108,7 @@ class Predictor:
             for jacobian in self.jacobians(x, progress, posterior.wanted, chosen):
                 layouts.add(fitted.linearization.output_layout)
                 if form == "factor":
-                    assert posterior.subspace is not None
-                    spread = posterior.subspace.whitened(jacobian).to(jacobian.outputs.dtype)
+                    spread = self._factored.whitened(jacobian).to(jacobian.outputs.dtype)
                 else:
                     spread = posterior.variance(jacobian) if form == "variance" else posterior.covariance(jacobian)
                 if form == "blocks":
@@ -117,8 +128,8 @@ class Predictor:
         n, layout, C = num_inputs(x), survey.layout, survey.num_outputs
         if chosen is not None:
             C = chosen.shape[-1] * (1 if layout is None else layout.num_outputs // layout.num_classes)
-        dim = self.fitted.posterior.dim
-        sides = {"matrix": C, "factor": dim, "blocks": 1 if layout is None else layout.num_classes}
+        rank = self._factored.rank if form == "factor" else C
+        sides = {"matrix": C, "factor": rank, "blocks": 1 if layout is None else layout.num_classes}
         if form != "variance":
             require(
                 2 * n * C * sides[form] * linearization.dtype.itemsize,

@@ -80,8 +80,8 @@ class Resources:
             None: 1e-8, and 0 for float64 models.
         curvature_samples: m, the number of sampled output directions per input for KFAC and the diagonal; "all": every
             direction. None: 10 if there are more than 32 outputs, else all. With sampled directions, the search for P
-            starts from a few random combinations of the outputs. They decide P and what stands outside of the
-            subspace; the posterior in the subspace is exact.
+            starts from a few random combinations of the outputs, and classifiers predict with 50 draws of what stands
+            outside of the subspace where that saves much. The posterior in the subspace is exact.
     """
 
     memory_budget: int | None = None

@@ -22,7 +22,7 @@ from sublaplace.jacobians.linearization import Linearization
 from sublaplace.jacobians.network import Forward
 from sublaplace.options import Options
 from sublaplace.posteriors.weighting import SUBSAMPLE
-from sublaplace.projectors.subspace_iteration import widened
+from sublaplace.projectors.subspace_iteration import sketched_rows
 from sublaplace.runtime.memory import readable
 
 _LONG_ENOUGH = 4.0  # seconds of a rehearsal; shorter ones are repeated with more inputs
@@ -150,16 +150,15 @@ class Estimator:
             left_out=min(N, left_out or 0),
             weighted=(weighted,) if weighted >= 0.93 * N else (weighted // 2, weighted),
             validated=validated,
-            rows=kept * self._rows(options, num_outputs, max(1, kept)),
+            rows=kept * self._rows(options, num_outputs, max(1, kept), engine),
             num_parameters=engine.layout.num_parameters,
         )
 
     @staticmethod
-    def _rows(options: Options, num_outputs: int, n: int) -> int:
+    def _rows(options: Options, num_outputs: int, n: int, engine: Linearization) -> int:
         """Return the Jacobian rows per input of X′: all outputs, or random combinations of many."""
-        if options.resources.samples(num_outputs) is None:
-            return num_outputs
-        return min(num_outputs, max(8, ceil(2 * widened(options.largest_dim) / n)))
+        rows = sketched_rows(options.largest_dim, n, engine.layout.num_parameters * engine.dtype.itemsize)
+        return num_outputs if options.resources.samples(num_outputs) is None or 2 * rows >= num_outputs else rows
 
     def _rehearsed(
         self, engine: Linearization, num_outputs: int, positions: bool, real: Sizes, count: int

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import ceil
 from typing import Any, cast
 
 import torch
@@ -55,7 +54,7 @@ from sublaplace.posteriors.subspace import SubspacePosterior
 from sublaplace.posteriors.sweep import variances_at
 from sublaplace.posteriors.weighting import SUBSAMPLE, Weighted, fitted_weight
 from sublaplace.projectors.context import ProjectorContext
-from sublaplace.projectors.subspace_iteration import widened
+from sublaplace.projectors.subspace_iteration import sketched_rows
 from sublaplace.runtime.checkpoint import Checkpoint, fingerprint, fingerprint_of, other_order, require_fixed_order
 from sublaplace.runtime.distributed import ranks_of
 from sublaplace.runtime.memory import default_budget, peak_bytes, require
@@ -63,9 +62,6 @@ from sublaplace.runtime.stopwatch import FACTORISATIONS, PASSES, Stopwatch
 from sublaplace.runtime.warning import warn
 
 _TRACE_DIRECTIONS = 2  # per input, for the ratio of KFAC's traces to the exact ones
-
-SKETCHED_ROWS = 8
-"""Fewest random combinations of the outputs per input of X′ from which the search for P starts, for many outputs."""
 
 
 def fit(
@@ -228,13 +224,17 @@ class _Run:
             ratios = self._kfac_trace_ratios(context)
         units = self.linearization.units
         directions = self._described_directions(context, drawn_with is not None)
-        return Fitted(
+        fitted = Fitted(
             *(self.linearization, posterior, look.survey, certificate, self.stages, ratios, share, units),
             directions,
             how,
             self._dim_note(posterior),
             drawn_with,
         )
+        if drawn_with is not None and not self.validated:  # with another λ, the draws will be others
+            with self._stage("draws"):
+                _ = fitted.predictive
+        return fitted
 
     def _drawn_with(self, posterior: Posterior, context: ProjectorContext) -> int | None:
         """Return the seed of the draws that stand for a complement in predictions; None where it is exact.
@@ -424,7 +424,8 @@ class _Run:
             return jacobians
         n = num_inputs(inputs)
         num_outputs = max(self.linearization.num_outputs(part) for part in parts_of(inputs))
-        rows = max(SKETCHED_ROWS, ceil(2 * widened(options.largest_dim) / n))
+        size = self.linearization.layout.num_parameters * self.linearization.dtype.itemsize
+        rows = sketched_rows(options.largest_dim, n, size)
         if 2 * rows >= num_outputs:
             return jacobians
         require(

@@ -1,6 +1,7 @@
 """The dominant directions of a predictive covariance over any number of inputs, without forming the covariance."""
 
 from collections.abc import Callable, Iterable
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from sublaplace.model.linalg import Vectors, combine, cross_gram
 from sublaplace.runtime.memory import require
 
 _MOST_PASSES = 30
+_SKETCHED_ROWS, _SKETCHED_BYTES = 8, 2**28
 _ROWS_AT_ONCE = 2**16  # that are converted to float64
 
 
@@ -97,6 +99,17 @@ def dominant_directions(
 def widened(dim: int) -> int:
     """Return how many vectors are multiplied to find `dim` directions: more converge faster."""
     return dim + max(10, dim // 5)
+
+
+def sketched_rows(dim: int, num_inputs: int, bytes_per_row: int) -> int:
+    """Return how many random combinations of many outputs a search starts from, per input.
+
+    Eight; more where there are few inputs, so that there are two for each vector; and fewer where their rows would take
+    more than 256 MB, as long as there are four for each vector.
+    """
+    least = widened(dim) / num_inputs
+    fitting = max(ceil(4 * least), _SKETCHED_BYTES // (num_inputs * bytes_per_row))
+    return max(ceil(2 * least), min(_SKETCHED_ROWS, fitting))
 
 
 def _add_products(jacobians: Iterable[Jacobian], weights: Callable[[Jacobian], Tensor], into: Vectors) -> None:

@@ -85,6 +85,8 @@ def measure(
 
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit * 2**20, memory_limit * 2**20))
     torch.set_num_threads(threads)
+    one = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(one * 2, one, torch.ones(1))  # torch imports parts of itself at the first such call
     model, shape = network(body, num_outputs)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num_inputs, *shape, generator=generator)

@@ -68,6 +68,10 @@ class Complement:
         return isinstance(self.weight, str)
 
 
+DIRECTION_TOLERANCE = 1e-5
+"""Of float32 models: on trained networks it changes covariances by less than 1e-3 of their norm."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a fit may use of the machine, and which approximations it may make to save time.
@@ -77,7 +81,7 @@ class Resources:
         scratch_folder: keep P, and its products with the GGN, in nameless files of this folder instead of in memory;
             for CPU models whose p·s numbers do not fit.
         direction_tolerance: the share of the trace of the output Hessians that may be dropped to save backward passes;
-            None: 1e-8, and 0 for float64 models.
+            None: 1e-5, and 0 for float64 models and certificates.
         curvature_samples: m, the number of sampled output directions per input for KFAC and the diagonal; "all": every
             direction. None: 10 if there are more than 32 outputs, else all. With sampled directions, the search for P
             starts from a few random combinations of the outputs, and classifiers predict with 50 draws of what stands
@@ -111,7 +115,7 @@ class Resources:
         """Return the direction tolerance for a model of this type."""
         if self.direction_tolerance is not None:
             return self.direction_tolerance
-        return 0.0 if dtype == torch.float64 else 1e-8
+        return 0.0 if dtype == torch.float64 else DIRECTION_TOLERANCE
 
     def samples(self, num_outputs: int) -> int | None:
         """Return the number of sampled directions per input for a network with C outputs; None: all directions."""

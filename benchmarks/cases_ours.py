@@ -17,6 +17,7 @@ from sublaplace import (
     Jacobian,
     Jacobians,
     Linearization,
+    Resources,
     SubspaceLaplace,
     isotropic_precision,
     low_rank,
@@ -31,9 +32,10 @@ USERS_BATCH_SIZE = 50  # of the networks that users have, whose forward passes t
 
 
 def curvature_stream(network: nn.Module, inputs: Tensor, targets: Tensor) -> CurvatureStream:
-    """Return the data as rows of the GGN's root, for passes over them."""
+    """Return the data as rows of the GGN's root, for passes over them with the tolerance of a fit."""
     loader = DataLoader(TensorDataset(inputs, targets), BATCH_SIZE)
-    return CurvatureStream(Linearization(network), loader, Categorical())
+    linearization = Linearization(network)
+    return CurvatureStream(linearization, loader, Categorical(), Resources().tolerance(linearization.dtype))
 
 
 def kfac_fit(network: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
@@ -52,7 +54,7 @@ def kfac_prediction(network: nn.Module, inputs: Tensor, targets: Tensor) -> Call
     posterior = kronecker_ggn(stream, PRIOR_PRECISION)
 
     def probabilities(jacobian: Jacobian) -> Tensor:
-        return probit(jacobian.outputs, posterior.covariance(jacobian).diagonal(dim1=1, dim2=2))
+        return probit(jacobian.outputs, posterior.variance(jacobian))
 
     def run() -> Tensor:
         return torch.cat(list(map(probabilities, stream.linearization.chunks(inputs))))

@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from experiments.calibration.cifar_resnet import CifarResNet  # noqa: E402
+from experiments.resnets import ResNet18, freeze_norms  # noqa: E402
 
 CACHE = HERE / ".cache"
 EPOCHS = 40
@@ -128,6 +129,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet20": resnet20,
     "resnet20-100": lambda: resnet20(100),
     "bert-lora": BertLike,
+    "resnet18": lambda: freeze_norms(ResNet18()),
 }
 PUBLISHED = {"resnet20": "cifar10_resnets/resnet20.safetensors"}
 """Trained weights that others published, below SUBLAPLACE_DATA."""
@@ -151,6 +153,11 @@ def data_for(name: str, count: int) -> tuple[Tensor, Tensor]:
     if name == "bert-lora":
         tokens = torch.randint(1, 1000, (count, 32), generator=generator)
         return tokens, torch.randint(4, (count,), generator=generator)
+    if name == "resnet18":
+        from experiments.colour_images import imagenet10
+
+        dataset = imagenet10()
+        return dataset.train_inputs[:count].clone(), dataset.train_targets[:count].clone()
     if name.startswith("resnet20"):
         inputs, labels = (tensor[:count].clone() for tensor in _few_cifar10())
         return inputs, torch.randint(100, (count,), generator=generator) if name == "resnet20-100" else labels

@@ -71,6 +71,14 @@ USUAL_BATCH_CASES = {
     "authors/projector-and-posterior": ("paper-cnn", "sublaplace/projector-and-posterior"),
 }
 
+# Networks of three sizes whose passes are compared with their unavoidable parts, with weights and options.
+ROOFLINES = [
+    ("paper-cnn", "random", []),
+    ("paper-cnn", "trained", []),
+    ("resnet20", "trained", ["--inputs", "300", "100"]),
+    ("resnet18", "random", ["--inputs", "40", "12", "--repetitions=0"]),
+]
+
 PROJECTOR_INPUTS = 1000  # N of the cases that build a projector, whose cost does not grow with N alone
 
 Measurement = dict[str, Any]
@@ -179,35 +187,40 @@ def ratio_table(results: dict[str, list[Measurement]]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
-def roofline(python: Path, weights: str) -> Measurement:
-    """The reduced posterior beside its unavoidable parts, and its growth with the data, in one process."""
-    command = [python, "roofline.py", "--network=paper-cnn", f"--weights={weights}"]
+def roofline(python: Path, network: str, weights: str, *options: str) -> Any:
+    """What `roofline.py` measures, in a process of its own."""
+    command = [python, "roofline.py", f"--network={network}", f"--weights={weights}", *options]
     process = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def roofline_lines(measurements: list[Measurement]) -> list[str]:
+def roofline_lines(python: Path) -> list[str]:
+    """Our passes beside their unavoidable parts on three sizes, and their growth with the data."""
     lines = [
         "",
-        "## The reduced posterior and what cannot be avoided (paper-cnn, s = 100)",
+        "## What cannot be avoided (s = 100)",
         "",
-        "Passes: forward and backward passes of the same stream, nothing built from them. Multiplications: those of "
-        "the rows and of J P, counted, at this machine's best float32 rate, measured in the same process.",
+        "Passes: forward and backward passes on the same chunks, nothing built from them. Multiplications: those of "
+        "the rows, of J P, or of KFAC's factors and rotations, counted, at this machine's best float32 rate. "
+        "Decompositions: those of KFAC's factors, alone. All are measured in the same process. "
+        "The ratio is that of our time to their sum.",
         "",
-        "| weights | inputs | posterior, s | passes, s | multiplications, s | posterior / unavoidable |",
-        "|---|---|---|---|---|---|",
+        "| network | weights | case | inputs | seconds | passes | multiplications | decompositions | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in measurements:
-        parts = [one["seconds_posterior"], one["seconds_passes"], one["seconds_multiplications"]]
-        ratio = parts[0] / (parts[1] + parts[2])
-        cells = " | ".join(f"{part:.3f}" for part in parts)
-        lines.append(f"| {one['weights']} | {one['inputs']} | {cells} | {ratio:.2f} |")
-    lines += ["", "| weights | N | seconds | ms an input | peak memory, MB |", "|---|---|---|---|---|"]
-    for one in measurements:
-        for point in one["growth"]:
+    for network, weights, options in ROOFLINES:
+        for one in roofline(python, network, weights, *options):
+            parts = [one["passes"], one["multiplications"], one.get("decompositions", 0.0)]
+            cells = " | ".join(f"{part:.3f}" for part in parts)
+            whole = f"{one['inputs']:,} | {one['seconds']:.3f} | {cells} | {one['seconds'] / sum(parts):.2f}"
+            lines.append(f"| {network} | {weights} | {one['case']} | {whole} |")
+    lines += ["", "The reduced posterior of paper-cnn, for more and more data:", ""]
+    lines += ["| weights | N | seconds | ms an input | peak memory, MB |", "|---|---|---|---|---|"]
+    for weights in WEIGHTS:
+        for point in roofline(python, "paper-cnn", weights, "--growth"):
             each = 1000 * point["seconds"] / point["inputs"]
             lines.append(
-                f"| {one['weights']} | {point['inputs']:,} | {point['seconds']:.2f} | {each:.2f} "
+                f"| {weights} | {point['inputs']:,} | {point['seconds']:.2f} | {each:.2f} "
                 f"| {point['peak_memory_mb']:.0f} |"
             )
     return lines
@@ -390,7 +403,7 @@ def main() -> None:
         text += "\n".join(usual_batch_lines(python, cases)) + "\n"
     text += "".join(line + "\n" for line in share_lines(python, results))
     if arguments.roofline:
-        text += "\n".join(roofline_lines([roofline(python, weights) for weights in arguments.weights])) + "\n"
+        text += "\n".join(roofline_lines(python)) + "\n"
     print(text)
     complete = settings == settings_of(NETWORKS, WEIGHTS) and len(cases) == len(about["cases"])
     output = RESULTS if complete else arguments.output

@@ -249,7 +249,7 @@ class Options:
             "subspace_inputs": "given" if given else plain_numbers(self.subspace_inputs),
             "complement": plain_numbers(self.complement),
             "seed": self.seed,
-            "direction_tolerance": self.resources.direction_tolerance,
+            "direction_tolerance": self.resources.tolerance(torch.float32),  # that of float64 is known from it
             "curvature_samples": self.resources.curvature_samples,
         }
 

@@ -197,10 +197,11 @@ class CurvatureStream:
 
     def _portions(self, what: str, skip: int) -> Iterator[_Portion]:
         portions = self._batches(what, skip)
-        return portions if self._keeps_all_directions else _buffered(portions)
+        return portions if self.keeps_all_directions else _buffered(portions)
 
     @property
-    def _keeps_all_directions(self) -> bool:
+    def keeps_all_directions(self) -> bool:
+        """Whether no direction of an output Hessian is dropped."""
         # If every row has its own scale, the rows must keep their order.
         several = len(self.likelihood.curvature_scales) > 1
         return self.tolerance == 0 or several or not self.likelihood.drops_directions
@@ -246,7 +247,7 @@ class CurvatureStream:
         if self.linearization.prefers_products(inputs, -(-int(counts.sum()) // len(counts)), kind.wanted):
             return self._products(portion, kind)
         # Counting the directions of every input is wasted if the first ones need all of them, or if they cost nothing.
-        if self._keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
+        if self.keeps_all_directions or int(counts.min()) == most or self.linearization.needs_no_pass(kind.wanted):
             return self._chunks(portion, kind)
         return self._grouped_pieces(portion, kind)
 
@@ -254,7 +255,7 @@ class CurvatureStream:
         """Return how many directions the first inputs need, (few,), and how many there are at most."""
         outputs = self._outputs(select(inputs, slice(0, _SMALL_GROUP)))
         few = outputs[: self._roots_at_once(outputs.shape[1])]
-        if self._keeps_all_directions or not len(few):
+        if self.keeps_all_directions or not len(few):
             return torch.full((1,), outputs.shape[1], device="cpu"), outputs.shape[1]
         if outputs.shape[1] > _COUNTED_BY_LENGTHS:
             lengths = self.likelihood.root(few).squared_lengths()

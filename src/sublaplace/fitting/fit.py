@@ -249,11 +249,12 @@ class _Run:
         saves = self.linearization.saves_by_forward_mode(first, s + DRAWS, 2 * s, DRAWS_MUST_SAVE)
         return options.seed if saves else None
 
-    @staticmethod
-    def _described_directions(context: ProjectorContext, draws: bool) -> str:
-        """Return which output directions were sampled, and whether the complement is drawn, for people."""
+    def _described_directions(self, context: ProjectorContext, draws: bool) -> str:
+        """Return which output directions were dropped or sampled, and whether the complement is drawn, for people."""
         samples, sketched = context.stream.used_samples, context.subspace_jacobians.directions
         said = []
+        if self.linearization.passes and not context.stream.keeps_all_directions:
+            said.append(f"those dropped hold at most {context.stream.tolerance:g} of each output Hessian's trace")
         if samples is not None and (context.curvatures.has("kfac") or context.curvatures.has("diagonal")):
             said.append(f"{samples} sampled per input for the curvature of all parameters")
         if sketched is not None:

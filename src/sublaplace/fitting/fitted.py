@@ -37,7 +37,7 @@ class Fitted:
     kfac_trace_ratios: dict[str, float] = field(default_factory=dict)  # where KFAC was used
     captured: float | None = None  # of the full trace, at least: of inputs held back, else of X′; with a certificate
     units: dict[str, float] | None = None  # of the parameters, with one λ per layer
-    directions: str = ""  # which output directions the curvature and X′ used, for people; empty: all
+    directions: str = ""  # which output directions were dropped or sampled, for people; empty: none
     chosen_by: str = ""  # how λ (and σ) were chosen, for people
     dim_note: str = ""  # why s is smaller than the dimension asked for, for people
     drawn_with: int | None = None  # seed of the draws that stand for the complement in predictions; None: it is exact

@@ -33,6 +33,7 @@ from sublaplace.fitting.validation import CLASS_PULL
 from sublaplace.jacobians.linearization import Linearization
 from sublaplace.model.likelihoods.base import significant
 from sublaplace.model.likelihoods.links import Covariance
+from sublaplace.options import DIRECTION_TOLERANCE
 from sublaplace.projectors.swag import swag_variances
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -322,17 +323,18 @@ def test_dropped_directions_change_little_and_save_passes(dtype):
 
     (exact, every), (quick, fewer), (default, by_default) = (
         fit(resources=Resources(direction_tolerance=0.0)),
-        fit(resources=Resources(direction_tolerance=1e-8)),
+        fit(resources=Resources(direction_tolerance=DIRECTION_TOLERANCE)),
         fit(),
     )
     assert fewer < 0.8 * every
     assert by_default == {torch.float64: every, torch.float32: fewer}[dtype]
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}[dtype]
-    assert close(quick.functional_variance(inputs), exact.functional_variance(inputs), tolerance)
+    assert close(quick.functional_variance(inputs), exact.functional_variance(inputs), 1e-3)
     reference = subspace_covariance(
-        dense_jacobian(model, inputs[:5]), default.projection_matrix().double(), precision_matrix(model, inputs, 1.0)
+        dense_jacobian(model, inputs[:5]), exact.projection_matrix().double(), precision_matrix(model, inputs, 1.0)
     )
-    assert close(default.functional_covariance(inputs[:5], joint=True), reference, TOLERANCE[dtype])
+    assert close(exact.functional_covariance(inputs[:5], joint=True), reference, TOLERANCE[dtype])
+    said = "those dropped hold at most 1e-05 of each output Hessian's trace"
+    assert (said in default.summary()) == (dtype == torch.float32)
 
 
 # The posterior --------------------------------------------------------------------------------------------------------

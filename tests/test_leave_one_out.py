@@ -384,9 +384,9 @@ def seen_by(seen):
 def test_a_sample_of_the_data_stands_for_all(monkeypatch):
     model, inputs, targets = problem(n=40)
     seen = []
-    monkeypatch.setattr("sublaplace.fitting.fit.num_left_out", lambda num_outputs: 16)
+    monkeypatch.setattr("sublaplace.fitting.run.num_left_out", lambda num_outputs: 16)
     monkeypatch.setattr(
-        "sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
+        "sublaplace.fitting.run.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
     )
     la = fitted(model, "classification", inputs, targets)
     assert la.prior_precision == 3.0
@@ -402,7 +402,7 @@ def test_ignored_labels_do_not_make_the_others_count_more(monkeypatch):
     model, inputs, targets = problem(n=40)
     seen = []
     monkeypatch.setattr(
-        "sublaplace.fitting.fit.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
+        "sublaplace.fitting.run.prior_by_leave_one_out", lambda data, *_, **__: seen.append(data) or 3.0
     )
     targets[::4] = -1
     batches = loader(inputs, targets, 7)
@@ -412,7 +412,7 @@ def test_ignored_labels_do_not_make_the_others_count_more(monkeypatch):
 
 def test_regression_and_subspaces_of_single_parameters_do_not_take_it(monkeypatch):
     model, inputs, targets = problem()
-    monkeypatch.setattr("sublaplace.fitting.fit.prior_by_leave_one_out", lambda *_, **__: pytest.fail("not for these"))
+    monkeypatch.setattr("sublaplace.fitting.run.prior_by_leave_one_out", lambda *_, **__: pytest.fail("not for these"))
     SubspaceLaplace(model, "regression", dim=4).fit(loader(inputs, dense_outputs(model, inputs) + 0.1, 7))
     fitted(model, "classification", inputs, targets, projector="last-layer", dim=None)
     fitted(model, "classification", inputs, targets, projector="full", dim=None)

@@ -222,7 +222,7 @@ def test_inputs_that_were_held_back_are_not_in_the_subsample(monkeypatch):
         seen.append((held_back.inputs, subsample))
         return 0.5
 
-    monkeypatch.setattr("sublaplace.fitting.fit.fitted_weight", spy)
+    monkeypatch.setattr("sublaplace.fitting.run.fitted_weight", spy)
     la = setting.fit(subspace_inputs=None)
     assert la.complement_weight == 0.5
     held_back, subsample = seen[0]

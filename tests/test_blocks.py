@@ -124,6 +124,25 @@ def test_matmul_equals_rows_times_vectors(block, count):
     assert close(block.matmul(vectors), block.rows() @ vectors.T)
 
 
+@pytest.mark.parametrize("at_once", [1, 31, 61, 100])
+@pytest.mark.parametrize("arranged", [lambda block: block, positions_first])
+@pytest.mark.parametrize(
+    "block",
+    [outer_block(O=7, I=5, T=40), twice(outer_block(O=7, I=5, T=30), outer_block(O=7, I=5, T=9, seed=5))],
+    ids=["one call", "two calls"],
+)
+def test_rows_that_are_formed_for_a_few_outputs_at_once_give_the_same_products(block, arranged, at_once, monkeypatch):
+    monkeypatch.setattr("sublaplace.jacobians.blocks.ROWS_AT_ONCE", at_once)
+    block = arranged(block)
+    vectors, weights = randn(3, block.size, seed=2), randn(3, 2, 3, seed=3)
+    assert not block.factors_first(3)
+    assert close(block.matmul(vectors), loop_rows(block) @ vectors.T)
+    into = randn(3, block.size, seed=4)
+    expected = into + torch.einsum("nkr,nkp->rp", weights, loop_rows(block))
+    block.add_transpose_matmul(weights, into)
+    assert close(into, expected)
+
+
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_transposed_rows_times_weights_are_added(block, count):
     n, K, _ = block.rows().shape

@@ -255,6 +255,13 @@ def test_the_checkpoint_of_another_fit_is_refused_with_what_differs(name, tmp_pa
         )
 
 
+def test_the_checkpoint_of_a_version_with_another_default_tolerance_is_refused(tmp_path, monkeypatch):
+    loader = stopped(tmp_path / "c")
+    monkeypatch.setattr("sublaplace.options.DIRECTION_TOLERANCE", 1e-8)
+    with pytest.raises(SavedFileError, match=r"default_tolerance.*1e-05 then, 1e-08 now"):
+        SubspaceLaplace.paper(network(), "classification", dim=6).fit(loader, checkpoint=tmp_path / "c")
+
+
 def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     loader = stopped(tmp_path / "c")
     other = network()

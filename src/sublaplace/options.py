@@ -249,7 +249,8 @@ class Options:
             "subspace_inputs": "given" if given else plain_numbers(self.subspace_inputs),
             "complement": plain_numbers(self.complement),
             "seed": self.seed,
-            "direction_tolerance": self.resources.tolerance(torch.float32),  # that of float64 is known from it
+            "direction_tolerance": self.resources.direction_tolerance,
+            "default_tolerance": DIRECTION_TOLERANCE,  # sums of a version with another one do not go on
             "curvature_samples": self.resources.curvature_samples,
         }
 

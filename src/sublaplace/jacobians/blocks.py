@@ -10,7 +10,7 @@ on T, on the number K of rows per input, and on the number of vectors. `OuterBlo
 cheaper order. Shapes: n inputs, K rows per input, G groups, I inputs and O outputs of the map, T positions, r vectors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -19,6 +19,13 @@ import torch
 from torch import Tensor
 
 from sublaplace.model.linalg import add_product, symmetric_product
+
+ROWS_AT_ONCE = 2**23 - 2**11
+"""Numbers of a parameter's rows that a product with vectors forms at once.
+
+These are just below 32 MiB in float32, the largest block that glibc keeps. Larger ones are mapped page by page, every
+time, and leave the caches before they are read.
+"""
 
 
 class Block(Protocol):
@@ -199,6 +206,20 @@ class OuterBlock:
         assert total is not None
         return total.view(n, G, K, O, I).transpose(1, 2)
 
+    def _parts(self) -> Iterator[tuple[slice, "OuterBlock"]]:
+        """Yield the columns of a few outputs of the map, and the part of the block that belongs to them.
+
+        Few are those whose rows have at most `ROWS_AT_ONCE` numbers. A block whose outputs are not next to each other
+        stays whole.
+        """
+        step = max(1, ROWS_AT_ONCE // max(1, self.num_inputs * self.num_rows * self.fan_in))
+        if step >= self.fan_out or self.groups > 1 or self.transposed:
+            yield slice(None), self
+            return
+        for start in range(0, self.fan_out, step):
+            stop = min(start + step, self.fan_out)
+            yield slice(start * self.fan_in, stop * self.fan_in), self.of_outputs(start, stop)
+
     def _transposed_map(self, k: int) -> Tensor:
         """Return Σ_t a_t g_tᵀ over all uses, for row k: (n, G, I, O)."""
         return _total(use.transposed_map(k) for use in self.uses)
@@ -222,7 +243,7 @@ class OuterBlock:
     def matmul(self, vectors: Tensor) -> Tensor:
         r = len(vectors)
         if not self.factors_first(r):
-            return self.rows() @ vectors.T
+            return _total(part.rows() @ vectors[:, columns].T for columns, part in self._parts())
         n, K, G, O, T = self.gradients.shape
         a = self.inputs.permute(1, 0, 3, 2).reshape(G, n * T, -1)
         maps = self._as_maps(vectors).transpose(0, 1).reshape(G, r * O, -1)
@@ -233,7 +254,8 @@ class OuterBlock:
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         n, K, r = weights.shape
         if not self.factors_first(r):
-            add_product(into, weights.flatten(0, 1).T, self.rows().flatten(0, 1))
+            for columns, part in self._parts():
+                add_product(into[:, columns], weights.flatten(0, 1).T, part.rows().flatten(0, 1))
             return
         _, _, G, O, T = self.gradients.shape
         weighted = (weights.transpose(1, 2) @ self.gradients.reshape(n, K, G * O * T)).view(n, r, G, O, T)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sublaplace.jacobians.blocks import ROWS_AT_ONCE
 from sublaplace.jacobians.plan import Plan
 from sublaplace.jacobians.wanted import ROWS, Wanted
 from sublaplace.model.parameters import ParameterLayout
@@ -71,9 +72,11 @@ class ChunkPolicy:
         general = rows * sum(layout.sizes[name] for name in plan.general if name in names)
         sizes = plan.sizes(wanted)
         held = min(rows, 2) if row_by_row else rows  # row by row: the current row and the next row
-        largest = max(layout.sizes[name] for name in names)
+        formed = 2 * held * max(layout.sizes[name] for name in names)
+        if wanted.products is not None:  # which form few rows at once
+            formed = min(formed, 2 * ROWS_AT_ONCE // _FEWEST_INPUTS)
         passing = max(_graph(plan, wanted), _passing(plan))
-        elements = held * (sizes.gradients + 2 * largest) + passing + general + 2 * sizes.inputs
+        elements = held * sizes.gradients + formed + passing + general + 2 * sizes.inputs
         if plan.num_outputs > _MANY_OUTPUTS:
             elements += rows * plan.num_outputs  # the directions themselves
         return max(1, elements * itemsize)

@@ -55,6 +55,20 @@ def test_joint_covariance_from_factors_equals_that_from_rows(name, dtype, monkey
     assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.max()))
 
 
+def test_joint_covariance_from_factors_has_the_gradient_of_that_from_rows(monkeypatch):
+    source, kfac, jacobians = problem("paper-cnn", 3)
+    monkeypatch.setattr("sublaplace.curvature.joint._ROWS_AT_ONCE", 500)
+    found = []
+    for budget in (2**30, 500):
+        inputs = jacobians.inputs.clone().requires_grad_()
+        linearization = source.linearization.differentiable()
+        linearization.policy = ChunkPolicy(budget)
+        joint = kfac.joint_covariance(Jacobians(linearization, inputs))
+        found += torch.autograd.grad((joint * torch.arange(len(joint))).sum(), inputs)
+    assert float(found[0].abs().max()) > 0
+    assert torch.allclose(*found, rtol=0, atol=1e-10 * float(found[0].abs().max()))
+
+
 def test_joint_covariance_from_factors_without_kfac():
     source, _, jacobians = problem("paper-cnn")
     precision = isotropic_precision(source.linearization.layout, torch.zeros(0, dtype=torch.float64), PRIOR)

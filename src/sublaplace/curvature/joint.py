@@ -1,6 +1,6 @@
 """The joint covariance J Λ⁻¹ Jᵀ of many inputs, when the rows of J do not fit into memory but their factors may."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
     Cost: (nK)²·p/2, and one pass over the inputs per group; memory: one and a half times the budget, and (nK)².
     """
     total = torch.zeros(jacobians.num_rows, jacobians.num_rows, dtype=torch.float64, device=jacobians.device)
-    # With two copies, they take half of the budget in addition to the blocks.
+    # With those of a chunk, they take half of the budget in addition to the blocks.
     at_once = min(_ROWS_AT_ONCE, jacobians.memory_budget // (6 * jacobians.dtype.itemsize))
     for group in _groups(parts, jacobians):
         held: dict[str, list[Block | None]] = {name: [] for name in group}
@@ -39,7 +39,7 @@ def factored_joint_covariance(parts: dict[str, Part], prior_precision: float, ja
             del jacobian  # frees its memory before the next one is computed
         for name in group:
             scale = (parts[name].eigenvalues() + prior_precision).rsqrt()
-            for columns in _columns(held.pop(name), counts, scale, at_once):
+            for columns in _columns(held.pop(name), counts, scale, at_once, jacobians.linearization.keeps_graph):
                 total += gram({name: columns})
     if not torch.isfinite(total.diagonal()).all():
         for jacobian in jacobians:
@@ -67,31 +67,47 @@ def _num_elements(block: Block) -> int:
     return block.num_elements if isinstance(block, OuterBlock) else block.rows().numel()
 
 
-def _columns(blocks: list[Block | None], counts: list[int], scale: Tensor, at_once: int) -> Iterator[Tensor]:
-    """Yield the rows of all inputs times `scale` (size,), about `at_once` numbers at a time: (nK, columns)."""
+def _columns(
+    blocks: list[Block | None], counts: list[int], scale: Tensor, at_once: int, keeps_graph: bool
+) -> Iterator[Tensor]:
+    """Yield the rows of all inputs times `scale` (size,), about `at_once` numbers at a time: (nK, columns).
+
+    Without a graph, all of them share their memory: new memory for each would be mapped page by page, which takes as
+    long as the rows.
+    """
+    total = sum(counts)
     outer = next((block for block in blocks if isinstance(block, OuterBlock)), None)
     if outer is None:
-        yield _joined([None if block is None else block.rows() for block in blocks], counts, scale)
+        yield _joined([None if block is None else block.rows() for block in blocks], counts, scale, None)
         return
-    step = max(1, at_once // (sum(counts) * outer.groups * outer.fan_in))
+    step = min(outer.fan_out, max(1, at_once // (total * outer.groups * outer.fan_in)))
+    memory = None if keeps_graph else scale.new_empty(total * step * outer.groups * outer.fan_in)
     for start in range(0, outer.fan_out, step):
         stop = min(start + step, outer.fan_out)
         columns = outer.indices_of_outputs(start, stop)
-        rows = [
+        rows = (
             None
             if block is None
             else block.of_outputs(start, stop).rows()
             if isinstance(block, OuterBlock)
             else block.rows()[:, :, columns]
             for block in blocks
-        ]
-        yield _joined(rows, counts, scale[columns])
+        )
+        yield _joined(rows, counts, scale[columns], memory)
 
 
-def _joined(rows: list[Tensor | None], counts: list[int], scale: Tensor) -> Tensor:
-    """Concatenate the rows (n, K, columns) of all chunks, times `scale`; a chunk without rows gives zeros."""
-    flat = [
+def _joined(rows: Iterable[Tensor | None], counts: list[int], scale: Tensor, memory: Tensor | None) -> Tensor:
+    """Return the rows (n, K, columns) of all chunks, times `scale`, in `memory` if it is given.
+
+    A chunk without rows gives zeros.
+    """
+    flat = (
         scale.new_zeros(count, len(scale)) if part is None else part.flatten(0, 1)
         for part, count in zip(rows, counts, strict=True)
-    ]
-    return torch.cat(flat) * scale
+    )
+    if memory is None:
+        return torch.cat(list(flat)) * scale
+    into = memory[: sum(counts) * len(scale)].view(-1, len(scale))
+    for place, part in zip(into.split(counts), flat, strict=True):
+        torch.mul(part, scale, out=place)
+    return into

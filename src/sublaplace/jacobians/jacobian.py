@@ -179,6 +179,10 @@ class Engine(Protocol):
     def memory_budget(self) -> int:
         """Bytes for temporary chunks."""
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether Jacobians can be differentiated with respect to the inputs."""
+
     def chunks(self, inputs: Any, cotangents: Tensor | None = None, wanted: Wanted = ROWS) -> Iterator[Jacobian]:
         """Yield the Jacobians of parts of a large batch, within the memory budget."""
 

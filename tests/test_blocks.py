@@ -128,10 +128,15 @@ def test_matmul_equals_rows_times_vectors(block, count):
 @pytest.mark.parametrize("arranged", [lambda block: block, positions_first])
 @pytest.mark.parametrize(
     "block",
-    [outer_block(O=7, I=5, T=40), twice(outer_block(O=7, I=5, T=30), outer_block(O=7, I=5, T=9, seed=5))],
-    ids=["one call", "two calls"],
+    [
+        outer_block(O=7, I=5, T=40),
+        twice(outer_block(O=7, I=5, T=30), outer_block(O=7, I=5, T=9, seed=5)),
+        outer_block(O=7, I=5, T=40, transposed=True),
+        outer_block(G=2, O=4, I=5, T=40),
+    ],
+    ids=["one call", "two calls", "transposed", "grouped"],
 )
-def test_rows_that_are_formed_for_a_few_outputs_at_once_give_the_same_products(block, arranged, at_once, monkeypatch):
+def test_rows_of_which_few_are_formed_at_once_give_the_same_products(block, arranged, at_once, monkeypatch):
     monkeypatch.setattr("sublaplace.jacobians.blocks.ROWS_AT_ONCE", at_once)
     block = arranged(block)
     vectors, weights = randn(3, block.size, seed=2), randn(3, 2, 3, seed=3)

@@ -206,19 +206,31 @@ class OuterBlock:
         assert total is not None
         return total.view(n, G, K, O, I).transpose(1, 2)
 
-    def _parts(self) -> Iterator[tuple[slice, "OuterBlock"]]:
-        """Yield the columns of a few outputs of the map, and the part of the block that belongs to them.
+    def _parts(self) -> Iterator[tuple[slice, slice, "OuterBlock"]]:
+        """Yield parts whose rows have about `ROWS_AT_ONCE` numbers, with the inputs and the columns of each.
 
-        Few are those whose rows have at most `ROWS_AT_ONCE` numbers. A block whose outputs are not next to each other
-        stays whole.
+        A part belongs to a few outputs of the map, so that every vector is read once. Where the columns of an output
+        are not next to each other, it belongs to a few inputs.
         """
-        step = max(1, ROWS_AT_ONCE // max(1, self.num_inputs * self.num_rows * self.fan_in))
-        if step >= self.fan_out or self.groups > 1 or self.transposed:
-            yield slice(None), self
-            return
-        for start in range(0, self.fan_out, step):
-            stop = min(start + step, self.fan_out)
-            yield slice(start * self.fan_in, stop * self.fan_in), self.of_outputs(start, stop)
+        one = max(1, self.num_inputs * self.num_rows * self.fan_in)  # the rows of one output
+        if one * self.groups * self.fan_out <= ROWS_AT_ONCE:
+            yield slice(None), slice(None), self
+        elif self.groups > 1 or self.transposed:
+            step = max(1, ROWS_AT_ONCE // (self.num_rows * self.size))
+            for start in range(0, self.num_inputs, step):
+                yield slice(start, start + step), slice(None), self._of_inputs(start, start + step)
+        else:
+            step = max(1, ROWS_AT_ONCE // one)
+            for start in range(0, self.fan_out, step):
+                stop = min(start + step, self.fan_out)
+                yield slice(None), slice(start * self.fan_in, stop * self.fan_in), self.of_outputs(start, stop)
+
+    def _of_inputs(self, start: int, stop: int) -> "OuterBlock":
+        uses = (
+            replace(use, inputs=use.inputs[start:stop], gradients=tuple(g[start:stop] for g in use.gradients))
+            for use in self.uses
+        )
+        return replace(self, uses=tuple(uses))
 
     def _transposed_map(self, k: int) -> Tensor:
         """Return Σ_t a_t g_tᵀ over all uses, for row k: (n, G, I, O)."""
@@ -243,7 +255,10 @@ class OuterBlock:
     def matmul(self, vectors: Tensor) -> Tensor:
         r = len(vectors)
         if not self.factors_first(r):
-            return _total(part.rows() @ vectors[:, columns].T for columns, part in self._parts())
+            result = vectors.new_zeros(self.num_inputs, self.num_rows, r)
+            for inputs, columns, part in self._parts():
+                result[inputs] += part.rows() @ vectors[:, columns].T
+            return result
         n, K, G, O, T = self.gradients.shape
         a = self.inputs.permute(1, 0, 3, 2).reshape(G, n * T, -1)
         maps = self._as_maps(vectors).transpose(0, 1).reshape(G, r * O, -1)
@@ -254,8 +269,8 @@ class OuterBlock:
     def add_transpose_matmul(self, weights: Tensor, into: Tensor) -> None:
         n, K, r = weights.shape
         if not self.factors_first(r):
-            for columns, part in self._parts():
-                add_product(into[:, columns], weights.flatten(0, 1).T, part.rows().flatten(0, 1))
+            for inputs, columns, part in self._parts():
+                add_product(into[:, columns], weights[inputs].flatten(0, 1).T, part.rows().flatten(0, 1))
             return
         _, _, G, O, T = self.gradients.shape
         weighted = (weights.transpose(1, 2) @ self.gradients.reshape(n, K, G * O * T)).view(n, r, G, O, T)
